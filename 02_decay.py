@@ -37,7 +37,7 @@ def main(*, model="tiny", documents="stdlib", docs=8, tokens=4096, segment=256, 
     def summarise(values):
         log_a, b = (torch.tensor([v[key] for v in values], dtype=torch.float64).mean(0)
                     for key in ("log_a", "write_strength"))
-        horizon = gdn.decay_horizon(log_a)
+        horizon = gdn.decay_horizon(log_a).clamp_max(1e12)                               # JSON knows no infinity
         return {"horizon": horizon.tolist(), "write_strength": b.tolist(), "heads": horizon.numel(),
                 "long_heads": int((horizon > 4096).sum()), "short_share": (horizon <= 256).double().mean().item()}
 

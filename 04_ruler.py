@@ -317,11 +317,13 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
     todo = plan(tasks, lengths, samples, data)
     tokenizer = gdn.load_tokenizer(model)
     for (task, length), file in todo.items():
-        if file is None:
-            needed = max(make_sample(task, length, i, seed, tokenizer, SMALLEST[family(task)])[1] for i in range(samples))
-            if needed > length:
-                raise gdn.Error(f"--lengths {length} is too short for {task}: the shortest that works with this tokenizer "
-                                f"is {needed}")
+        shortest = length
+        while file is None and (needed := max(make_sample(task, shortest, i, seed, tokenizer, SMALLEST[family(task)])[1]
+                                              for i in range(samples))) > shortest:
+            shortest = needed                                     # whose samples are others: look at them too
+        if shortest > length:
+            raise gdn.Error(f"--lengths {length} is too short for {task}: the shortest that works with this tokenizer is "
+                            f"{shortest}")
     files = {}
     for (task, length), file in todo.items():
         same = {"model": model, "ranks": ranks, "seed": seed, "segment": segment, "dtype": dtype,
@@ -370,7 +372,7 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
                 "script": "04_ruler", "model": model,
                 "arguments": {**json.loads(json.dumps(arguments)), **same, "task": task, "length": length},
                 "environment": gdn.environment(net), "timing": seconds,
-                "results": {"layers": layers, "samples": done, "change": change}})
+                "results": {"layers": layers, "state": gdn.state_shape(net), "samples": done, "change": change}})
             bar.set_postfix_str(" ".join(f"{name}:{sum(s) / len(s):.0f}" for name, s in scores.items()))
     print(f"{'task':<16} {'length':>7} {'samples':>7} {'full':>6}   change in points ± standard error at rank")
     for path, _ in files.values():

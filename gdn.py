@@ -81,7 +81,7 @@ def decay_horizon(mean_log_a):
     mean_log_a: the mean of log a over tokens, any shape, in nats per token; average first, then invert. A head that
     never decays (mean 0) has horizon infinity.
     """
-    return -1 / torch.as_tensor(mean_log_a, dtype=torch.float64)
+    return 1 / torch.as_tensor(mean_log_a, dtype=torch.float64).abs()
 
 
 # ---- 2. the state: its modes, and truncation ------------------------------------------------------------------------
@@ -484,10 +484,16 @@ def begin(script, arguments):
     net, tokenizer, layers = load_model(arguments["model"], device, arguments["dtype"])
     fast = [name for name in ("fla", "causal_conv1d") if importlib.util.find_spec(name)] if device != "cpu" else []
     print(f"{script}: {arguments['model']}, {len(layers)} GDN layers x {config.linear_num_value_heads} heads, states "
-          f"{config.linear_value_head_dim} x {config.linear_key_head_dim}, {str(net.dtype)[6:]} on {device}"
+          f"{' x '.join(map(str, state_shape(net)))}, {str(net.dtype)[6:]} on {device}"
           + (f", kernels {' and '.join(fast) or 'of transformers (flash-linear-attention is not installed)'}"
              if device != "cpu" else ""), file=sys.stderr)
     return net, tokenizer, layers, folder
+
+
+def state_shape(net):
+    """[V, K] of the model's states."""
+    config = net.config.get_text_config(decoder=True)
+    return [config.linear_value_head_dim, config.linear_key_head_dim]
 
 
 def environment(net):
@@ -530,7 +536,7 @@ def measure_documents(script, arguments, measure, summarise, rows=1, name=None):
         "script": script, "model": arguments["model"], "arguments": key["arguments"], "environment": key["environment"],
         "timing": {"tokens_per_second": tokens / seconds["total"], "model_seconds": seconds["model"],
                    "truncate_seconds": seconds["boundary"], "total_seconds": seconds["total"]},
-        "results": {"layers": layers, "documents": key["documents"], **summarise([d["values"] for d in done])}})
+        "results": {"layers": layers, "state": state_shape(net), "documents": key["documents"], **summarise([d["values"] for d in done])}})
     part.unlink()
     return path
 
