@@ -310,8 +310,9 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
         results: the folder to write to.
     """
     arguments = dict(locals())
-    for flag, low in (("samples", 1), ("segment", 1), ("seed", 0)):
+    for flag, low in (("samples", 1), ("seed", 0)):
         gdn.whole(flag, arguments[flag], low)
+    folder = gdn.check_run(arguments)
     arguments["ranks"] = ranks = gdn.check_ranks(ranks, model)
     groups = gdn.row_groups([None, *ranks], rows)
     todo = plan(tasks, lengths, samples, data)
@@ -328,7 +329,7 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
     for (task, length), file in todo.items():
         same = {"model": model, "ranks": ranks, "seed": seed, "segment": segment, "dtype": dtype,
                 "data": file and hashlib.sha256(file.read_bytes()).hexdigest()}
-        path = gdn.result_folder(model, results) / "04_ruler" / f"{task}_{length}.json"
+        path = folder / "04_ruler" / f"{task}_{length}.json"
         before = gdn.read_json(path).get("arguments")
         if path.exists() and before is None:
             raise gdn.Error(f"{path} is damaged: delete it to start over")
@@ -337,7 +338,7 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
                 raise gdn.Error(f"{path} was made with --{name} {before.get(name)}, not {value}: run it with the same "
                                 f"flags to go on, or delete it, or give another --results, to start over")
         files[task, length] = path, same
-    net, tokenizer, layers, _ = gdn.begin("04_ruler", arguments)
+    net, tokenizer, layers = gdn.begin("04_ruler", arguments)
     stop = net.generation_config.eos_token_id
     stop = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])}
     for (task, length), file in todo.items():

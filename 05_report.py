@@ -303,15 +303,14 @@ def heads_section(models):
 
 
 def loss_section(models):
-    rows = []
-    for name, m in models.items():
-        for file in ("03_loss.json", "03_loss_random.json", "03_loss_bottom.json"):
-            if file in m:
-                run, (V, K) = m[file], m[file]["state"]
-                for rank, change in run["change"].items():
-                    rows.append([name, run["arguments"]["keep"], rank, number(*change, 4),
-                                 f"{rank * (K + V):,} of {K * V:,} ({rank * (K + V) / (K * V):.0%})"])
-    return rows and table(["model", "modes kept", "rank", "change in loss, nats", "numbers carried per head, factored"], rows)
+    runs = {(name, run["arguments"]["keep"]): run for name, m in models.items() for file, run in m.items() if "03_loss" in file}
+    ranks = sorted({rank for run in runs.values() for rank in run["change"]}, reverse=True)
+    sizes = {tuple(run["state"]) for run in runs.values()}
+    rows = [["full", *(f"{run['full']:.4f} nats" for run in runs.values()), *("1" for _ in sizes)]]
+    rows += [[rank, *(number(*run["change"][rank], 4) if rank in run["change"] else "" for run in runs.values()),
+              *(f"{rank * (V + K) / (V * K):.2f}" for V, K in sizes)] for rank in ranks]
+    return runs and table(["rank", *(f"{name}, {keep} modes" for name, keep in runs),
+                           *(f"numbers carried, factored / full ({V} x {K})" for V, K in sizes)], rows)
 
 
 def task_section(models):

@@ -191,6 +191,9 @@ def locate(model):
 
 def from_hub(load, model, what):
     """load(model) with a failure told in one sentence."""
+    huggingface_hub.logging.set_verbosity_error()
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not os.path.isdir(locate(model)):
+        raise Error(f"--model {model!r}: there is no such folder, and a hub id looks like name/model")
     try:
         return load(locate(model))
     except Exception as error:      # the libraries raise OSError, ValueError, KeyError, ImportError... for what a user typed
@@ -363,6 +366,7 @@ def texts(source):
         for path in stdlib_files(held_out=True):
             yield "/".join(path.parts[-2:]), path.read_text(encoding="utf-8", errors="replace")
     elif source == "c4":
+        huggingface_hub.logging.set_verbosity_error()
         for shard in range(8):
             file = f"en/c4-validation.{shard:05d}-of-00008.json.gz"
             try:
@@ -427,11 +431,13 @@ def stdlib_files(held_out):
 
 def write_json(path, data):
     """Write a file whole or not at all: under a temporary name beside it, then renamed. NaN is refused."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
         temporary.replace(path)
+    except OSError as error:
+        raise Error(f"cannot write {path}: {error.strerror}") from None
     except ValueError:
         raise Error(f"a result for {path} is NaN or infinite, so it was not written: the model has diverged "
                     f"(try --dtype float32)") from None
@@ -459,35 +465,46 @@ def result_folder(model, results):
     return Path(results) / Path(locate(model)).name
 
 
-def begin(script, arguments):
-    """Load what the flags name, say so, and return (model, tokenizer, GDN layers, folder for the results).
-
-    Everything cheap is checked before the weights are read.
-    """
-    config = model_config(arguments["model"])
+def check_run(arguments):
+    """Check the flags that the stages share, and return the folder for the results: all that can be known without a model."""
+    for flag, low in (("docs", 1), ("tokens", 2), ("segment", 1)):
+        if flag in arguments:
+            whole(flag, arguments[flag], low)
+    if arguments["dtype"] not in DTYPES:
+        raise Error(f"--dtype is one of {', '.join(DTYPES)}, not {arguments['dtype']!r}")
+    try:
+        torch.zeros(1, device=resolve(arguments["device"]))
+    except (RuntimeError, AssertionError) as error:
+        raise Error(f"--device {arguments['device']!r} is not to be had here: {str(error).splitlines()[0]}") from None
     folder = result_folder(arguments["model"], arguments["results"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Error(f"--results {arguments['results']}: cannot write there ({error.strerror})") from None
     for path in folder.glob("**/*.json"):
         other = read_json(path).get("model")
         if other and locate(other) != locate(arguments["model"]):
             raise Error(f"{folder} holds results of another model, {other}: give --results another folder")
-    device = arguments["device"]
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise Error(f"--device {device!r} is not to be had here: {str(error).splitlines()[0]}") from None
-    if arguments["dtype"] not in DTYPES:
-        raise Error(f"--dtype is one of {', '.join(DTYPES)}, not {arguments['dtype']!r}")
+    return folder
+
+
+def resolve(device):
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def begin(script, arguments):
+    """Load the model that the flags name and say so: (model, tokenizer, GDN layers)."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    net, tokenizer, layers = load_model(arguments["model"], device, arguments["dtype"])
-    fast = [name for name in ("fla", "causal_conv1d") if importlib.util.find_spec(name)] if device != "cpu" else []
-    print(f"{script}: {arguments['model']}, {len(layers)} GDN layers x {config.linear_num_value_heads} heads, states "
-          f"{' x '.join(map(str, state_shape(net)))}, {str(net.dtype)[6:]} on {device}"
-          + (f", kernels {' and '.join(fast) or 'of transformers (flash-linear-attention is not installed)'}"
-             if device != "cpu" else ""), file=sys.stderr)
-    return net, tokenizer, layers, folder
+    net, tokenizer, layers = load_model(arguments["model"], resolve(arguments["device"]), arguments["dtype"])
+    heads = net.config.get_text_config(decoder=True).linear_num_value_heads
+    kernels = ""
+    if net.device.type != "cpu":
+        fast = [name for name in ("fla", "causal_conv1d") if importlib.util.find_spec(name)]
+        kernels = f", kernels: {' and '.join(fast) or 'those of transformers; flash-linear-attention would be faster'}"
+    print(f"{script}: {arguments['model']}, {len(layers)} GDN layers x {heads} heads, states "
+          f"{' x '.join(map(str, state_shape(net)))}, {str(net.dtype)[6:]} on {net.device}{kernels}", file=sys.stderr)
+    return net, tokenizer, layers
 
 
 def state_shape(net):
@@ -512,10 +529,10 @@ def measure_documents(script, arguments, measure, summarise, rows=1, name=None):
         summarise: list of those dicts -> the file's results.
         rows: rows that each document is run in, for the tokens per second.
     """
-    for flag in ("docs", "tokens", "segment"):
-        whole(flag, arguments[flag], 2 if flag == "tokens" else 1)
-    net, tokenizer, layers, folder = begin(script, arguments)
-    found = documents(arguments["documents"], tokenizer, arguments["docs"], arguments["tokens"])
+    folder = check_run(arguments)
+    model_config(arguments["model"])
+    found = documents(arguments["documents"], load_tokenizer(arguments["model"]), arguments["docs"], arguments["tokens"])
+    net, _, layers = begin(script, arguments)
     print(f"{len(found)} documents of {arguments['tokens']} tokens from {arguments['documents']}: "
           f"{', '.join(name for name, *_ in found[:3])}{', ...' if len(found) > 3 else ''}", file=sys.stderr)
     key = {"arguments": json.loads(json.dumps(arguments)), "environment": environment(net),
@@ -536,12 +553,14 @@ def measure_documents(script, arguments, measure, summarise, rows=1, name=None):
         "script": script, "model": arguments["model"], "arguments": key["arguments"], "environment": key["environment"],
         "timing": {"tokens_per_second": tokens / seconds["total"], "model_seconds": seconds["model"],
                    "truncate_seconds": seconds["boundary"], "total_seconds": seconds["total"]},
-        "results": {"layers": layers, "state": state_shape(net), "documents": key["documents"], **summarise([d["values"] for d in done])}})
+        "results": {"layers": layers, "state": state_shape(net), "documents": key["documents"],
+                    **summarise([d["values"] for d in done])}})
     part.unlink()
     return path
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+NAMES = ("model", "documents", "keep", "data", "device", "dtype", "results")       # flags that are a name, not a number
 
 
 def command(main):
@@ -564,6 +583,11 @@ def command(main):
     fire.Fire(parse, serialize=lambda _: None)
     try:
         for flags in called:
+            for name, value in flags.items():
+                if isinstance(value, bool):
+                    raise Error(f"--{name} needs a value")
+                if name in NAMES and value is not None:
+                    flags[name] = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
             main(**flags)
     except Error as error:
         sys.exit(f"error: {error}")

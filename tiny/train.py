@@ -1,6 +1,6 @@
 """Trains the two bundled models, tiny/hybrid and tiny/recurrent, from nothing on a laptop's CPU.
 
-    python tiny/train.py recurrent          # about 100 minutes on one core; stops and goes on where it was
+    python tiny/train.py recurrent          # about 80 minutes on one core; stops and goes on where it was
     python tiny/train.py hybrid --steps 20  # a look
 
 Both are Qwen3_5ForCausalLM with hidden size 128, three Gated DeltaNet layers of four 64x64 heads and one full-attention
@@ -158,7 +158,7 @@ def save(model, out):
     model.config.save_pretrained(out)
 
 
-def train(name, steps=4600, minutes=None, out=None, threads=1):
+def train(name, steps=3800, minutes=None, out=None, threads=1):
     """Train tiny/NAME and write it to OUT.
 
     Args:
