@@ -1,7 +1,7 @@
 """The spectrum of every head's state: effective rank, singular values, and how far the retained subspace moves.
 
     python 01_spectrum.py                                                               # the bundled model
-    python 01_spectrum.py --model Qwen/Qwen3.5-0.8B --documents c4 --tokens 16384       # the post's model and length
+    python 01_spectrum.py --model Qwen/Qwen3.5-0.8B --documents c4 --tokens 16384       # the post's model, on web text
 
 The states are read, and left alone, at every segment boundary of every document.
 """

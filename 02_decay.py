@@ -1,9 +1,10 @@
 """How long every head remembers: its decay horizon and mean write strength.
 
     python 02_decay.py                                                                  # the bundled model
-    python 02_decay.py --model Qwen/Qwen3.5-0.8B --documents c4 --tokens 16384          # the post's model and length
+    python 02_decay.py --model Qwen/Qwen3.5-0.8B --documents c4 --tokens 16384 --dtype float32      # the post's model, on web text
 
-The gates are recorded as the layers hand them to the recurrence, in float32, and averaged over all tokens.
+The gates are recorded as the layers hand them to the recurrence, and averaged over all tokens. A checkpoint in bfloat16
+rounds them by about a hundredth: --dtype float32 takes them exactly.
 """
 import torch
 
@@ -21,7 +22,7 @@ def main(*, model="tiny", documents="stdlib", docs=8, tokens=4096, segment=256, 
         tokens: how many tokens of each document.
         segment: tokens fed at a time.
         device: auto, cpu, cuda, cuda:1, ...
-        dtype: auto (the checkpoint's own), float32, bfloat16 or float16; the gates are float32 all the same.
+        dtype: auto (the checkpoint's own), float32, bfloat16 or float16.
         results: the folder to write to.
     """
     arguments = dict(locals())

@@ -1,7 +1,7 @@
 """Next-token loss with every GDN state cut back to its top r singular modes at each segment boundary.
 
     python 03_loss.py                                                                   # the bundled model
-    python 03_loss.py --model Qwen/Qwen3.5-0.8B --documents c4 --tokens 16384           # the post's model and length
+    python 03_loss.py --model Qwen/Qwen3.5-0.8B --documents c4 --tokens 16384           # the post's model, on web text
     python 03_loss.py --keep bottom                                                     # a control: keep the smallest
 
 Every rank is a row of one batch, and the untouched model is row 0, so the change in loss is paired by document.
@@ -23,14 +23,16 @@ def main(*, model="tiny", documents="stdlib", docs=8, tokens=4096, segment=256, 
         segment: tokens between boundaries; 1 truncates after every token.
         ranks: modes to keep, with commas.
         keep: which modes: top, or as a control bottom or random.
-        rows: at most so many ranks side by side, if memory is short; all of them by default.
+        rows: at most so many ranks side by side, if memory is short, with the same results up to rounding; all of them
+            by default.
         device: auto, cpu, cuda, cuda:1, ...
         dtype: auto (the checkpoint's own), float32, bfloat16 or float16.
         results: the folder to write to.
     """
     arguments = dict(locals())
     arguments["ranks"] = ranks = gdn.check_ranks(ranks, model)
-    gdn.listed("keep", keep, gdn.KEEP)
+    if keep not in gdn.KEEP:
+        raise gdn.Error(f"--keep is one of {', '.join(gdn.KEEP)}, not {keep!r}")
     every = [None, *ranks]                                                      # None: the model untouched
     groups = gdn.row_groups(every, rows)
 
@@ -38,7 +40,7 @@ def main(*, model="tiny", documents="stdlib", docs=8, tokens=4096, segment=256, 
         loss = []
         for group in groups:
             def at_boundary(position, cache):
-                gdn.truncate_rows(cache, layers, group, keep, seed=position)
+                gdn.truncate_rows(cache, layers, group, keep, seed=int(ids.sum()) + position)
 
             total = torch.zeros(len(group), dtype=torch.float64, device=ids.device)
             batch = ids.expand(len(group), -1)                                  # [R, T]
@@ -54,8 +56,8 @@ def main(*, model="tiny", documents="stdlib", docs=8, tokens=4096, segment=256, 
         change = {str(r): gdn.mean_se([a - b for a, b in zip(loss[str(r)], loss["full"])]) for r in ranks}
         return {"loss": loss, "change": change}
 
-    name = "03_loss" if keep == "top" else f"03_loss_{keep}"
-    path = gdn.measure_documents("03_loss", arguments, measure, summarise, rows=len(every), name=name)
+    path = gdn.measure_documents("03_loss", arguments, measure, summarise, rows=len(every),
+                                 suffix="" if keep == "top" else f"_{keep}")
     found = gdn.read_json(path)["results"]
     print(f"full state: {sum(found['loss']['full']) / docs:.4f} nats a token over {docs} documents\n"
           f"{'rank':>6}   change in loss ± standard error, nats")

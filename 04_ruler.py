@@ -11,6 +11,7 @@ by RULER's own generator run through --data.
 import hashlib
 import json
 import math
+import os
 import string
 import time
 from pathlib import Path
@@ -25,9 +26,9 @@ import gdn
 
 # ---- the tasks: each builder returns a context and the questions that can be asked about it -------------------------
 #
-# A builder takes a size (how many sentences, needles or words) and a sample's random stream. What it makes for one size
-# starts with, or contains, what it makes for a smaller one; so the number of tokens grows with the size, and `fit` can
-# search for the largest that the asked length holds. A question is (text, answer prefix, reference strings).
+# A builder takes a size (how many sentences, needles or words) and a sample's random stream. What it makes for a size
+# holds about what it makes for a smaller one, so the number of tokens grows with the size, and `make_sample` can search
+# for the size that fills the asked length. A question is (text, answer prefix, reference strings).
 
 _lists = RandomWord()._categories
 NOUNS, VERBS, ADJECTIVES = (sorted(w for w in set(_lists[c]) if w.isalpha() and w.islower())
@@ -76,9 +77,9 @@ def distinct(make, n, rng):
 
 def scatter(hay, needles, rng):
     """The needles between the sentences of the hay, in their order, at uniformly random places."""
-    places = sorted(rng.random() for _ in needles)
+    places = sorted(int(rng.random() * (len(hay) + 1)) for _ in needles)
     for place, needle in zip(reversed(places), reversed(needles)):
-        hay.insert(int(place * (len(hay) + 1)), needle)
+        hay.insert(place, needle)
     return hay
 
 
@@ -184,34 +185,37 @@ def make_sample(task, length, index, seed, tokenizer, size=None):
 
     Returns {"prompt", "references"}, the prompt with its answer prefix, and the tokens that it and the answer may take.
     """
-    def sample(size):
+    def of_size(size):
         context, [(ask, prefix, references), *_] = build(task, size, Random(f"{seed} {task} {length} {index}"), length)
         prompt = context + ask + prefix
         return {"prompt": prompt, "references": references}, len(tokenizer(prompt).input_ids) + NEW_TOKENS[family(task)]
 
     if size is not None:
-        return sample(size)
+        return of_size(size)
     low, step = SMALLEST[family(task)], 1                         # the number of tokens grows with the size: double,
-    while sample(low + step)[1] <= length:                        # then halve
+    while of_size(low + step)[1] <= length:                        # then halve
         low, step = low + step, 2 * step
     while step > 1:
         step //= 2
-        if sample(low + step)[1] <= length:
+        if of_size(low + step)[1] <= length:
             low += step
-    return sample(low)
+    return of_size(low)
 
 
-def upstream_samples(path, count):
+def upstream_samples(path, count=math.inf):
     """The first samples of a file that RULER's own generator wrote: its prompts as they are, with the prefix appended."""
     samples = []
-    for number, line in enumerate(gdn.read_text(path).splitlines(), 1):
+    for number, line in enumerate(gdn.read_text(path).split("\n"), 1):
         if line.strip() and len(samples) < count:
             try:
                 row = json.loads(line)
-                prompt, outputs, length = row["input"] + row["answer_prefix"], row["outputs"], int(row["length"])
-                if not outputs or not all(isinstance(output, str) for output in outputs) or isinstance(outputs, str):
+                prompt, outputs, length = row["input"] + row["answer_prefix"], row["outputs"], row["length"]
+                prompt = prompt.encode(errors="replace").decode()                         # no lone surrogates
+                if not isinstance(outputs, list) or not outputs or not all(isinstance(o, str) and o for o in outputs):
                     raise TypeError("outputs is no list of strings")
-            except (ValueError, KeyError, TypeError) as error:
+                if not isinstance(length, int) or length < 1 or not prompt:
+                    raise TypeError("the prompt is empty, or length is no whole number from 1 up")
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise gdn.Error(f"{path}, line {number}: not a RULER sample with input, answer_prefix, outputs and length "
                                 f"({type(error).__name__}: {error})") from None
             samples.append({"prompt": prompt, "references": outputs, "length": length})
@@ -262,8 +266,8 @@ def plan(tasks, lengths, samples, data):
     if data is None:
         tasks = TASKS if tasks == "all" else gdn.listed("tasks", tasks, TASKS)
         return {(task, length): None for task in tasks for length in gdn.whole_numbers("lengths", lengths)}
-    known, path = (*TASKS, "qa_1", "qa_2"), Path(data).expanduser()
-    if path.is_dir():
+    known, path = (*TASKS, "qa_1", "qa_2"), Path(os.path.expanduser(data))
+    if os.path.isdir(path):
         files = {file.parent.name: file for file in sorted(path.glob("*/validation.jsonl"))}
         chosen = list(files) if tasks in (DEFAULT_TASKS, "all") else gdn.listed("tasks", tasks, known)
         for task in chosen:
@@ -271,7 +275,7 @@ def plan(tasks, lengths, samples, data):
                 raise gdn.Error(f"--data {data} has {', '.join(files) or 'no task/validation.jsonl'}: there is no {task} "
                                 f"to run" if task not in files else f"{files[task]}: {task} is no task of RULER's")
         files = {task: files[task] for task in chosen}
-    elif path.is_file():
+    elif os.path.isfile(path):
         chosen = [path.parent.name] if tasks == DEFAULT_TASKS else gdn.listed("tasks", tasks, known)
         if len(chosen) != 1 or chosen[0] not in known:
             raise gdn.Error(f"--data {data} is one file: name its task with --tasks, one of {', '.join(known)}")
@@ -283,28 +287,46 @@ def plan(tasks, lengths, samples, data):
     label = None if lengths == DEFAULT_LENGTHS else gdn.whole_numbers("lengths", lengths)
     if label and len(label) > 1:
         raise gdn.Error("--lengths names the one length that the files of --data were made for")
-    return {(task, label[0] if label else max(s["length"] for s in upstream_samples(file, samples))): file
+    return {(task, label[0] if label else max(s["length"] for s in upstream_samples(file))): file
             for task, file in files.items()}
 
 
-DEFAULT_TASKS, DEFAULT_LENGTHS = "niah_single_1,niah_multikey_2,vt,cwe,fwe", "512"
+def read_record(path):
+    """The result file of an earlier run, {} if there is none; an Error if it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        record = gdn.read_json(path)
+        [0.0 + seconds for seconds in record["timing"].values()]
+        [0.0 + sample["scores"][name] for sample in record["results"]["samples"] for name in sample["scores"]]
+        if not isinstance(record["model"], str) or not record["arguments"].get("ranks") or len(record["timing"]) != 4:
+            raise TypeError
+        return record
+    except (KeyError, TypeError, AttributeError):
+        raise gdn.Error(f"{path} is damaged: delete it to start over") from None
 
 
-def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=50, ranks="32,12,4,1", seed=0, data=None,
+DEFAULT_TASKS, DEFAULT_LENGTHS, DEFAULT_RANKS = "niah_single_1,niah_multikey_2,vt,cwe,fwe", "512", "32,12,6,3,1"
+
+
+def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=50, ranks=DEFAULT_RANKS, seed=0, data=None,
          segment=256, rows=None, device="auto", dtype="auto", results="results"):
     """Score RULER-style tasks with the states truncated at every boundary of prompt and answer.
 
     Args:
         model: a bundled model (tiny, tiny/hybrid, tiny/recurrent), a folder, or a Hugging Face hub id.
         tasks: RULER's names with commas, or all: niah_single_1 _2 _3, niah_multikey_1 _2 _3, niah_multivalue,
-            niah_multiquery, vt, cwe, fwe; with --data also qa_1 and qa_2.
-        lengths: tokens of prompt and answer together, with commas; with --data, the length that it was made for.
+            niah_multiquery, vt, cwe, fwe; with --data also qa_1 and qa_2. By default niah_single_1, niah_multikey_2, vt,
+            cwe and fwe.
+        lengths: tokens of prompt and answer together, with commas; with --data, the one length that it was made for (the
+            longest of its samples by default).
         samples: how many prompts of each task and length.
         ranks: modes to keep, with commas; the untouched model runs beside them.
         seed: of the samples.
         data: a .jsonl of RULER's own generator, or a folder of task/validation.jsonl, instead of prompts made here.
         segment: tokens between boundaries.
-        rows: at most so many ranks side by side, if memory is short; all of them by default.
+        rows: at most so many ranks side by side, if memory is short, with the same results up to rounding; all of them
+            by default.
         device: auto, cpu, cuda, cuda:1, ...
         dtype: auto (the checkpoint's own), float32, bfloat16 or float16.
         results: the folder to write to.
@@ -313,7 +335,7 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
     for flag, low in (("samples", 1), ("seed", 0)):
         gdn.whole(flag, arguments[flag], low)
     folder = gdn.check_run(arguments)
-    arguments["ranks"] = ranks = gdn.check_ranks(ranks, model)
+    arguments["ranks"] = ranks = gdn.check_ranks(ranks, model, DEFAULT_RANKS)
     groups = gdn.row_groups([None, *ranks], rows)
     todo = plan(tasks, lengths, samples, data)
     tokenizer = gdn.load_tokenizer(model)
@@ -328,15 +350,14 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
     files = {}
     for (task, length), file in todo.items():
         same = {"model": model, "ranks": ranks, "seed": seed, "segment": segment, "dtype": dtype,
-                "data": file and hashlib.sha256(file.read_bytes()).hexdigest()}
+                "data_sha256": file and hashlib.sha256(file.read_bytes()).hexdigest()}
         path = folder / "04_ruler" / f"{task}_{length}.json"
-        before = gdn.read_json(path).get("arguments")
-        if path.exists() and before is None:
-            raise gdn.Error(f"{path} is damaged: delete it to start over")
-        for name, value in same.items():
-            if before and before.get(name) != value and not (name == "model" and gdn.locate(before[name]) == gdn.locate(value)):
-                raise gdn.Error(f"{path} was made with --{name} {before.get(name)}, not {value}: run it with the same "
-                                f"flags to go on, or delete it, or give another --results, to start over")
+        record = read_record(path)
+        for name, value in same.items() if record else ():
+            before = record["arguments"].get(name)
+            if before != value and not (name == "model" and gdn.locate(before) == gdn.locate(value)):
+                raise gdn.Error(f"{path} was made with --{name} {before}, not {value}: run it with the same flags to go on, "
+                                f"or delete it, or give another --results, to start over")
         files[task, length] = path, same
     net, tokenizer, layers = gdn.begin("04_ruler", arguments)
     stop = net.generation_config.eos_token_id
@@ -345,7 +366,7 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
         path, same = files[task, length]
         given = upstream_samples(file, samples) if file else None
         total = len(given) if given else samples
-        record = gdn.read_json(path)
+        record = gdn.read_json(path)                              # checked above
         done = record["results"]["samples"] if record else []
         seconds = record["timing"] if record else dict.fromkeys(
             ("tokens_per_second", "model_seconds", "truncate_seconds", "total_seconds"), 0.0)

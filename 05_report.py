@@ -26,15 +26,18 @@ def spectrum(data):
     found = {"effective_rank": np.array(r["effective_rank"], float), "spectrum": np.array(r["spectrum"], float),
              "layers": r["layers"], "state": r["state"],
              **{key: {int(k): np.array(v, float) for k, v in r[key].items()} for key in ("energy", "overlap")}}
-    if found["effective_rank"].shape != found["spectrum"].shape[:2]:
+    if found["effective_rank"].shape != found["spectrum"].shape[:2] or len(found["layers"]) != len(found["spectrum"]):
         raise ValueError("shapes differ")
+    min(found["energy"]), min(found["overlap"]), found["effective_rank"].max(), 1 / found["state"][1]
     return found
 
 
 def decay(data):
     r = data["results"]
-    return {"horizon": np.array(r["horizon"], float), "write_strength": np.array(r["write_strength"], float),
-            "long": int(r["long_heads"]), "short": float(r["short_share"]), "heads": int(r["heads"])}
+    horizon = np.array(r["horizon"], float)
+    if horizon.ndim != 2 or horizon.size != r["heads"]:
+        raise ValueError("shapes differ")
+    return {"horizon": horizon, "long": int(r["long_heads"]), "short": float(r["short_share"]), "heads": int(r["heads"])}
 
 
 def changes(full, others):
@@ -44,7 +47,8 @@ def changes(full, others):
 
 
 def loss(data):
-    values = data["results"]["loss"]
+    values, (V, K) = data["results"]["loss"], data["results"]["state"]
+    1 / (V * K), values["full"][0]
     return {"full": float(np.mean(values["full"])), "n": len(values["full"]), "change": changes(values["full"], values),
             "state": data["results"]["state"]}
 
@@ -72,93 +76,112 @@ def read_model(folder):
         try:
             data = gdn.read_json(path)
             numbers = STAGES.get(path.name, ruler)(data)
-            found[path.relative_to(folder).as_posix()] = {**numbers, "arguments": data["arguments"], "model": data["model"],
-                                                          "environment": data["environment"], "timing": data["timing"]}
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            run = {**numbers, **{key: data[key] for key in ("arguments", "model", "environment", "timing")}}
+            scope(run), spent([run]), Path(run["model"]), run["environment"]["torch"], run["environment"]["transformers"]
+            found[path.relative_to(folder).as_posix()] = run
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
             problems.append(f"{path.relative_to(folder)} is damaged: delete it and run its stage again")
+    both = [found.get("01_spectrum.json", {}).get("effective_rank"), found.get("02_decay.json", {}).get("horizon")]
+    if all(values is not None for values in both) and both[0].shape != both[1].shape:
+        problems.append("02_decay.json has other heads than 01_spectrum.json: delete one and run its stage again")
+        del found["02_decay.json"]
     if not any(name.startswith("04_ruler/") for name in found):
         problems.append("04_ruler has not run")
     return found, problems
 
 
-# ---- the post's claims ---------------------------------------------------------------------------------------------------
+# ---- the post's claims -------------------------------------------------------------------------------------------------
+#
+# The post names neither its web text nor the length of its documents, only that they go up to 16K tokens: C4 and 16,384
+# tokens stand for them. Of the multikey tasks we take niah_multikey_2. A claim is compared only on Qwen3.5-0.8B.
 
 def number(mean, se, digits):
     return f"{mean:+.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
 
 
-def at_rank(found, rank, digits):
-    if not found or rank not in found["change"]:
-        return None
-    return number(*found["change"][rank], digits)
+def web_text(*names, docs=None):
+    """How the runs of some result files differ from the post's: a function of a model."""
+    def differs(model):
+        for arguments in (model[name]["arguments"] for name in names):
+            wanted = {"documents": "c4", "tokens": 16384, "segment": 256, **({"docs": docs} if docs else {})}
+            for flag, value in wanted.items():
+                if arguments.get(flag) != value:
+                    yield f"--{flag} {arguments.get(flag)}"
+    return names, differs
 
 
-def task_changes(model, task, lengths, ranks):
-    """The changes measured on a task, in the post's lengths where they were run, else in those there are."""
-    runs = [r for name, r in model.items() if name.startswith("04_ruler/") and r["task"] == task]
-    runs = [r for r in runs if r["length"] in lengths] or runs
-    cells = [f"{r['length']}: {r['full']:.0f}, " + ", ".join(f"rank {k} {number(*r['change'][k], 1)}" for k in ranks if k in r["change"])
-             for r in runs if any(k in r["change"] for k in ranks)]
-    return "; ".join(cells) or None, all(r["length"] in lengths for r in runs)
+def loss_at(rank):
+    def measured(model):
+        change = model["03_loss.json"]["change"].get(rank)
+        return change and number(*change, 4) + " nats"
+    return measured
 
 
-def horizon_and_rank(model):
-    """Effective ranks of the heads with a horizon over 4,096 tokens."""
-    if "01_spectrum.json" not in model or "02_decay.json" not in model:
-        return None
+def ranks_of_long_heads(model):
     long = model["01_spectrum.json"]["effective_rank"][model["02_decay.json"]["horizon"] > 4096]
     return f"{long.min():.0f} to {long.max():.0f} ({len(long)} heads)" if len(long) else "no such head"
 
 
-# (the claim, what the post says, the file it rests on, the figure measured here, what the post measured it on)
-WEB = {"documents": "c4", "segment": 256}
-CLAIMS = [
-    ("heads with a decay horizon over 4,096 tokens", "48 of 288", "02_decay.json",
-     lambda m: f"{m['02_decay.json']['long']} of {m['02_decay.json']['heads']}", WEB),
-    ("heads that largely forget within 256 tokens", "61 %", "02_decay.json",
-     lambda m: f"{100 * m['02_decay.json']['short']:.0f} %", WEB),
-    ("effective rank of the heads with a long horizon", "30 to 47, of at most 128", "01_spectrum.json", horizon_and_rank, WEB),
-    ("loss, 48 modes kept", "-0.0001 ± 0.0010 nats (8 documents)", "03_loss.json",
-     lambda m: at_rank(m.get("03_loss.json"), 48, 4), {**WEB, "docs": 8}),
-    ("loss, 12 modes kept", "+0.005 nats (8 documents)", "03_loss.json",
-     lambda m: at_rank(m.get("03_loss.json"), 12, 4), {**WEB, "docs": 8}),
-    ("multikey needles, 32 and 12 modes kept", "at baseline at 16K, 64K and 128K; no measurable decline at 12", "niah_multikey_2",
-     (16384, 65536, 131072), (32, 12)),
-    ("frequent words (fwe), 32 and 12 modes kept", "no noticeable decline", "fwe", (16384, 65536, 131072), (32, 12)),
-    ("variable tracking (vt) at 64K, 12 to 32 modes kept", "+8 to +19 points, standard errors 3 to 5 (50 samples)", "vt",
-     (65536,), (32, 24, 16, 12)),
-    ("common words (cwe) at 64K, 32 modes kept", "27 points with the full state; -18 points (50 samples)", "cwe", (65536,), (32,)),
+def task(name, lengths, ranks):
+    """The changes measured on a task at some ranks, and how its runs differ from the post's."""
+    def runs(model):
+        return [run for file, run in model.items() if file.startswith("04_ruler/") and run["task"] == name]
+
+    def measured(model):
+        return "; ".join(f"at {run['length']:,}: full state {run['full']:.0f}, " + ", ".join(
+            f"rank {rank} {number(*run['change'][rank], 1)}" for rank in ranks if rank in run["change"])
+            for run in runs(model) if any(rank in run["change"] for rank in ranks))
+
+    def differs(model):
+        if {run["length"] for run in runs(model)} != set(lengths):
+            yield "other lengths"
+        if min(run["n"] for run in runs(model)) < 50:
+            yield "fewer than 50 samples"
+        if any(run["arguments"].get("segment") != 256 for run in runs(model)):
+            yield "another segment"
+        if not all(run["arguments"].get("data") for run in runs(model)):
+            yield "our wording, not RULER's"
+    return measured, (name, differs)
+
+
+CLAIMS = [       # the claim, what the post says, the figure measured here, (the files it rests on, how their scope differs)
+    ("heads with a decay horizon over 4,096 tokens", "48 of 288",
+     lambda m: f"{m['02_decay.json']['long']} of {m['02_decay.json']['heads']}", web_text("02_decay.json")),
+    ("heads that largely forget within 256 tokens", "61 %",
+     lambda m: f"{100 * m['02_decay.json']['short']:.0f} %", web_text("02_decay.json")),
+    ("effective rank of the heads with a horizon over 4,096", "30 to 47, of at most 128",
+     ranks_of_long_heads, web_text("01_spectrum.json", "02_decay.json")),
+    ("change in loss, 48 modes kept", "-0.0001 ± 0.0010 nats (8 documents)", loss_at(48), web_text("03_loss.json", docs=8)),
+    ("change in loss, 12 modes kept", "+0.005 nats (8 documents)", loss_at(12), web_text("03_loss.json", docs=8)),
+    ("multikey needles, 32 and 12 modes kept", "at baseline at 16K, 64K and 128K with 32; no measurable decline with 12",
+     *task("niah_multikey_2", (16384, 65536, 131072), (32, 12))),
+    ("frequent words (fwe), 32 and 12 modes kept", "no noticeable decline (lengths not named)",
+     *task("fwe", (16384, 65536, 131072), (32, 12))),
+    ("variable tracking (vt) at 64K, 32 to 12 modes kept", "+8 to +19 points, standard errors 3 to 5 (50 samples)",
+     *task("vt", (65536,), (32, 24, 16, 12))),
+    ("common words (cwe) at 64K, 32 modes kept", "full state 27; -18 points (50 samples)", *task("cwe", (65536,), (32,))),
 ]
 
 
-def claim_cell(model, claim):
+def claim_cell(model, measured, needs, differs):
     """What was measured here for a claim, and in what its scope differs from the post's."""
-    source = claim[2]
-    if source.endswith(".json"):
-        if source not in model:
-            return "not run"
-        value, scope, run = claim[3](model), claim[4], model[source]
-        differs = [f"{k} {run['arguments'].get(k)}" for k, v in scope.items() if run["arguments"].get(k) != v]
-        if source != "03_loss.json" and run["arguments"].get("tokens") != 16384:
-            differs.append(f"{run['arguments'].get('tokens')} tokens")
-    else:
-        value, same_length = task_changes(model, source, claim[3], claim[4])
-        run = next((r for name, r in model.items() if name.startswith(f"04_ruler/{source}_")), None)
-        if run is None:
-            return "not run"
-        differs = ([] if same_length else ["other lengths"]) + ([] if run["arguments"].get("segment") == 256 else
-                                                                 [f"segment {run['arguments'].get('segment')}"])
-    if value is None:
+    files = [needs] if isinstance(needs, str) else needs
+    if not all(any(file == name or file.startswith(f"04_ruler/{name}_") for file in model) for name in files):
+        return "not run"
+    value = measured(model)
+    if not value:
         return "not run at these ranks"
-    if Path(run["model"]).name not in ("Qwen3.5-0.8B", "Qwen3.5-0.8B-Base"):
-        differs = ["another model", *differs]
-    return f"{value}<br>scope differs: {', '.join(differs)}" if differs else f"{value}<br>same scope"
+    differences = list(dict.fromkeys(differs(model)))
+    if not all(Path(run["model"]).name in ("Qwen3.5-0.8B", "Qwen3.5-0.8B-Base") for run in model.values()):
+        differences.insert(0, "another model")
+    return f"{value}<br>" + (f"*scope differs: {', '.join(differences)}*" if differences else "*same scope*")
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------------
 
-def panels(models, width=4.6, height=3.8):
-    figure, axes = plt.subplots(1, len(models), figsize=(width * max(len(models), 1.35), height), sharey=True, squeeze=False)
+def panels(models, width=4.6, height=3.8, sharey=True):
+    figure, axes = plt.subplots(1, len(models), figsize=(width * max(len(models), 1.35), height), sharey=sharey,
+                                squeeze=False)
     for ax, name in zip(axes[0], models):
         ax.set_title(name)
     return figure, list(zip(axes[0], models.items()))
@@ -167,16 +190,25 @@ def panels(models, width=4.6, height=3.8):
 def rank_axis(ax, ranks):
     ax.set_xscale("log", base=2)
     ax.invert_xaxis()
-    ax.set_xticks(ranks, [str(r) for r in ranks])
+    ax.set_xticks(sorted(ranks), [str(rank) for rank in sorted(ranks)])
     ax.minorticks_off()
     ax.set_xlabel("modes kept per head, r")
+
+
+def loss_axis(ax):
+    ax.set_yscale("symlog", linthresh=0.01)
+    ticks = [0, 0.005, *(m * 10.0 ** e for e in range(-2, 3) for m in (1, 2, 5))]
+    low, high = ax.get_ylim()
+    ticks = [t for tick in ticks for t in {tick, -tick} if low <= t <= high]
+    ax.set_yticks(ticks, [f"{t:g}" for t in ticks])
+    ax.minorticks_off()
 
 
 def draw_rank_against_horizon(models):
     models = {k: m for k, m in models.items() if "01_spectrum.json" in m and "02_decay.json" in m}
     if not models:
         return None
-    figure, axes = panels(models)
+    figure, axes = panels(models, sharey=False)
     for ax, (name, m) in axes:
         rank, horizon = m["01_spectrum.json"]["effective_rank"], m["02_decay.json"]["horizon"]
         for i, layer in enumerate(m["01_spectrum.json"]["layers"]):
@@ -203,74 +235,79 @@ def draw_spectra(models):
         for i, layer in enumerate(m["spectrum"]):
             colour = plt.cm.viridis(0.92 * i / max(len(m["spectrum"]) - 1, 1))
             for j, head in enumerate(layer):
-                ax.plot(range(1, len(head) + 1), np.maximum(head, 1e-8), color=colour, linewidth=1, alpha=0.8,
-                        label=f"layer {m['layers'][i]}" if j == 0 and (len(m["spectrum"]) < 6 or i in (0, len(m["spectrum"]) - 1)) else None)
+                shown = j == 0 and (len(m["spectrum"]) < 6 or i in (0, len(m["spectrum"]) - 1))
+                ax.plot(range(1, len(head) + 1), head, color=colour, linewidth=1, alpha=0.8,
+                        label=f"layer {m['layers'][i]}" if shown else None)
         ax.set_yscale("log")
+        ax.set_ylim(1e-6, 1)
         ax.set_xlabel("mode j")
         ax.legend(fontsize=9)
     axes[0][0].set_ylabel("singular value / sum of them")
     return figure, "Mean normalised singular values, one line a head."
 
 
+def error_bars(ax, x, change, style, label, line="-"):
+    """Means with their standard errors, where there is one; style picks colour and marker."""
+    ax.errorbar(x, [mean for mean, _ in change.values()], [np.nan if se is None else se for _, se in change.values()],
+                color=COLOURS[style % 7], marker=MARKERS[style % 7], linestyle=line, capsize=3, label=label)
+
+
 def draw_loss(models):
-    models = {k: {keep: m[f"03_loss{keep and '_' + keep}.json"] for keep in ("", "random", "bottom")
-                  if f"03_loss{keep and '_' + keep}.json" in m} for k, m in models.items()}
-    models = {k: m for k, m in models.items() if m}
+    files = {"top": "03_loss.json", "random": "03_loss_random.json", "bottom": "03_loss_bottom.json"}
+    models = {name: m for name, m in models.items() if set(files.values()) & set(m)}
     if not models:
         return None
     figure, axes = panels(models)
     for ax, (name, m) in axes:
-        for i, (keep, run) in enumerate(m.items()):
-            ranks = list(run["change"])
-            ax.errorbar(ranks, [run["change"][r][0] for r in ranks], [run["change"][r][1] or 0 for r in ranks],
-                        color=COLOURS[i], marker=MARKERS[i], capsize=3, label=f"{keep or 'top'} r modes kept")
-        ax.set_yscale("symlog", linthresh=0.01)
+        runs = {keep: m[file] for keep, file in files.items() if file in m}
+        for keep, run in runs.items():
+            error_bars(ax, list(run["change"]), run["change"], list(files).index(keep), f"{keep} r modes kept")
         ax.axhline(0, color="grey", linewidth=1)
-        rank_axis(ax, ranks)
+        rank_axis(ax, {rank for run in runs.values() for rank in run["change"]})
         ax.legend(fontsize=9, loc="upper left")
+    loss_axis(axes[0][0])
     axes[0][0].set_ylabel("change in loss, nats a token\n(linear up to 0.01, then logarithmic)")
     return figure, "Change in next-token loss against rank, mean ± standard error over documents."
 
 
 def draw_tasks(models):
-    models = {k: {n: r for n, r in m.items() if n.startswith("04_ruler/")} for k, m in models.items()}
-    models = {k: m for k, m in models.items() if m}
+    models = {name: sorted((run for file, run in m.items() if file.startswith("04_ruler/")),
+                           key=lambda run: (run["task"], run["length"])) for name, m in models.items()}
+    models = {name: runs for name, runs in models.items() if runs}
     if not models:
         return None
     figure, axes = panels(models, width=5.2, height=4.2)
-    for ax, (name, m) in axes:
-        ranks = sorted({r for run in m.values() for r in run["change"]}, reverse=True)
-        for i, run in enumerate(m.values()):
-            shift = 1 + 0.02 * (i - len(m) / 2)                            # so that equal points do not hide each other
-            mine = list(run["change"])
-            ax.errorbar([r * shift for r in mine], [run["change"][r][0] for r in mine], [run["change"][r][1] or 0 for r in mine],
-                        color=COLOURS[i % 7], marker=MARKERS[i % 7], linestyle="-" if i < 7 else "--", capsize=3,
-                        label=f"{run['task']} {run['length']} (full {run['full']:.0f})")
+    kinds = sorted({(run["task"], run["length"]) for runs in models.values() for run in runs})
+    for ax, (name, runs) in axes:
+        for run in runs:
+            i = kinds.index((run["task"], run["length"]))
+            x = [rank * (1 + 0.02 * (i - len(kinds) / 2)) for rank in run["change"]]       # so that none hides another
+            error_bars(ax, x, run["change"], i, f"{run['task']} {run['length']:,} (full {run['full']:.0f})",
+                       "-" if i < 7 else "--")
         ax.axhline(0, color="grey", linewidth=1)
-        rank_axis(ax, ranks)
+        rank_axis(ax, {rank for run in runs for rank in run["change"]})
         ax.legend(fontsize=8, loc="lower left")
     axes[0][0].set_ylabel("change in score, points")
     return figure, "Change in task score against rank, mean ± standard error over samples."
 
 
 def draw_size(models):
-    runs = {k: m["03_loss.json"] for k, m in models.items() if "03_loss.json" in m}
+    runs = {name: m["03_loss.json"] for name, m in models.items() if "03_loss.json" in m}
     if not runs:
         return None
     figure, ax = plt.subplots(figsize=(6.2, 3.8))
     for i, (name, run) in enumerate(runs.items()):
         V, K = run["state"]
-        ranks = list(run["change"])
-        ax.errorbar([r * (K + V) / (K * V) for r in ranks], [run["change"][r][0] for r in ranks],
-                    [run["change"][r][1] or 0 for r in ranks], color=COLOURS[i % 7], marker=MARKERS[i % 7], capsize=3, label=name)
+        error_bars(ax, [rank * (K + V) / (K * V) for rank in run["change"]], run["change"], i, name)
     ax.axvline(1, color="grey", linestyle=":", linewidth=1)
     ax.set_xscale("log", base=2)
-    ax.set_xticks([2.0 ** -k for k in range(6)], ["1/32", "1/16", "1/8", "1/4", "1/2", "1"])
-    ax.set_yscale("symlog", linthresh=0.01)
+    ax.set_xticks([2.0 ** -k for k in range(6)], ["1", "1/2", "1/4", "1/8", "1/16", "1/32"])
+    loss_axis(ax)
     ax.set_xlabel("numbers carried across a boundary, factored r (K + V) / full K V")
     ax.set_ylabel("change in loss, nats a token\n(linear up to 0.01, then logarithmic)")
     ax.legend(fontsize=9)
-    return figure, "What a smaller carried state costs. At 1 the factors are as large as the state itself."
+    return figure, ("Change in loss against the size that the carried states would have if they were stored as two factors. "
+                    "Nothing smaller was run: between boundaries the state is whole.")
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------------------
@@ -282,24 +319,37 @@ def table(head, rows):
 
 def scope(run):
     a, e = run["arguments"], run["environment"]
-    return f"{a['docs']} documents of {a['tokens']:,} tokens from {a['documents']}, segment {a['segment']}, {e['dtype']} on {e['device']}"
+    what = (f"{run['n']} samples" + (" of RULER's generator" if a["data"] else f", seed {a['seed']}") if "task" in run else
+            f"{a['docs']} documents of {a['tokens']:,} tokens from {a['documents']}")
+    return f"{what}, segment {a['segment']}, {e['dtype']} on {e['device']}"
+
+
+def spent(runs):
+    total, model, boundary = (sum(run["timing"][f"{key}_seconds"] for run in runs) for key in ("total", "model", "truncate"))
+    return f"{total:.0f} s, of these {model:.0f} in the model and {boundary:.0f} at boundaries"
+
+
+def least_median_most(values, digits):
+    return ", ".join(f"{x:,.{digits}f}" for x in (values.min(), np.median(values), values.max()))
 
 
 def heads_section(models):
     rows = []
     for name, m in models.items():
         s, d = m.get("01_spectrum.json"), m.get("02_decay.json")
-        if s:
-            r = min(s["overlap"])
-            big = max(s["energy"])
-            rows.append([name, s["effective_rank"].size, f"{s['effective_rank'].min():.1f}, {np.median(s['effective_rank']):.1f}, {s['effective_rank'].max():.1f} of {s['spectrum'].shape[-1]}",
-                         f"{100 * s['energy'][big].mean():.1f} % in {big}, {100 * s['energy'][r].mean():.1f} % in {r}",
-                         f"{s['overlap'][r].mean():.2f} (chance {r / s['state'][1]:.2f})",
-                         *((f"{d['horizon'].min():.0f}, {np.median(d['horizon']):.0f}, {d['horizon'].max():.0f}", f"{d['long']}", f"{100 * d['short']:.0f} %") if d else ("not run",) * 3)])
-        elif d:
-            rows.append([name, d["heads"], *("not run",) * 3, f"{d['horizon'].min():.0f}, {np.median(d['horizon']):.0f}, {d['horizon'].max():.0f}", d["long"], f"{100 * d['short']:.0f} %"])
+        if s or d:
+            row = [name, s["effective_rank"].size if s else d["heads"], *["not run"] * 6]
+            if s:
+                few, many, modes = min(s["energy"]), max(s["energy"]), s["spectrum"].shape[-1]
+                row[2:5] = [f"{least_median_most(s['effective_rank'], 1)} of {modes}",
+                            f"{s['energy'][many].mean():.1%} in {many}, {s['energy'][few].mean():.1%} in {few}",
+                            f"{s['overlap'][few].mean():.2f} for the top {few} (chance {few / s['state'][1]:.2f})"]
+            if d:
+                row[5:] = [least_median_most(d["horizon"], 0), d["long"], f"{d['short']:.0%}"]
+            rows.append(row)
     return rows and table(["model", "heads", "effective rank: least, median, most", "mean energy in the top modes",
-                           "overlap of neighbouring top subspaces", "horizon in tokens: least, median, most", "over 4,096", "at most 256"], rows)
+                           "overlap of neighbouring boundaries' subspaces", "horizon in tokens: least, median, most",
+                           "over 4,096", "at most 256"], rows)
 
 
 def loss_section(models):
@@ -314,11 +364,11 @@ def loss_section(models):
 
 
 def task_section(models):
-    runs = {(name, file): r for name, m in models.items() for file, r in m.items() if file.startswith("04_ruler/")}
-    ranks = sorted({rank for r in runs.values() for rank in r["change"]}, reverse=True)
-    rows = [[name, r["task"], f"{r['length']:,}", r["n"], f"{r['full']:.1f}",
-             *(number(*r["change"][rank], 1) if rank in r["change"] else "" for rank in ranks)]
-            for (name, _), r in runs.items()]
+    runs = sorted(((name, run) for name, m in models.items() for file, run in m.items() if file.startswith("04_ruler/")),
+                  key=lambda pair: (pair[0], pair[1]["task"], pair[1]["length"]))
+    ranks = sorted({rank for _, run in runs for rank in run["change"]}, reverse=True)
+    rows = [[name, run["task"], f"{run['length']:,}", run["n"], f"{run['full']:.1f}",
+             *(number(*run["change"][rank], 1) if rank in run["change"] else "" for rank in ranks)] for name, run in runs]
     return rows and table(["model", "task", "length", "samples", "full state", *(f"rank {rank}" for rank in ranks)], rows)
 
 
@@ -340,36 +390,40 @@ def main(*, results="results"):
                        ("tasks", draw_tasks), ("size", draw_size)):
         drawn = draw(models)
         if drawn:
-            drawn[0].savefig(root / f"{name}.png")
+            gdn.write_whole(root / f"{name}.png", lambda temporary: drawn[0].savefig(temporary, format="png"))
             plt.close(drawn[0])
             figures[name] = f"![{drawn[1]}]({name}.png)\n\n*{drawn[1]}*\n"
 
     page = ["# How much of the Gated DeltaNet state do these models depend on?\n",
-            "Every number below was measured in the runs listed here, except the column \"the post says\".\n"]
+            "Every number below was measured in the runs listed here, except the column \"the post says\". Truncated states "
+            "grow to full rank again between boundaries, and attention layers keep all they saw: this measures what the "
+            "model depends on, not a saving of memory or time.\n"]
     for name, m in models.items():
-        first = next(iter(m.values()))
-        lines = [f"- **{name}** (`{first['model']}`, transformers {first['environment']['transformers']}, torch {first['environment']['torch']})"]
+        lines = {}
         for file, run in m.items():
-            if not file.startswith("04_"):
-                t = run["timing"]
-                lines.append(f"    - {file[:-5]}: {scope(run)}; {t['total_seconds']:.0f} s, of these {t['model_seconds']:.0f} in the model and {t['truncate_seconds']:.0f} at the boundaries")
-        tasks = [r for f, r in m.items() if f.startswith("04_")]
-        if tasks:
-            lines.append(f"    - 04_ruler: {', '.join(sorted({r['task'] for r in tasks}))}; segment {tasks[0]['arguments']['segment']}; {sum(r['timing']['total_seconds'] for r in tasks):.0f} s, of these {sum(r['timing']['model_seconds'] for r in tasks):.0f} in the model and {sum(r['timing']['truncate_seconds'] for r in tasks):.0f} at the boundaries")
-        page.append("\n".join(lines) + "\n")
-    missing = [f"- {name}: {problem}" for name, (found, problems) in read.items() for problem in problems]
+            stage = f"04_ruler, {run['task']} at {run['length']:,}" if "task" in run else file.removesuffix(".json")
+            lines[f"    - {stage}: {scope(run)}; {spent([run])}"] = run
+        versions = sorted({f"transformers {run['environment']['transformers']}, torch {run['environment']['torch']}"
+                           for run in m.values()})
+        page.append("\n".join([f"- **{name}** (`{next(iter(m.values()))['model']}`; {'; '.join(versions)})", *lines]) + "\n")
+    missing = [f"- {name}: {problem}" for name, (_, problems) in read.items() for problem in problems]
     if missing:
         page += ["Not in this report:\n", "\n".join(missing) + "\n"]
     page += ["## Heads: spectrum and memory\n", heads_section(models) or "Neither stage 01 nor stage 02 has run.\n",
              figures.get("rank_against_horizon", ""), figures.get("spectra", ""),
-             "## Next-token loss\n", loss_section(models) or "Stage 03 has not run.\n", figures.get("loss", ""), figures.get("size", ""),
+             "## Next-token loss\n", loss_section(models) or "Stage 03 has not run.\n",
+             figures.get("loss", ""), figures.get("size", ""),
              "## Tasks\n", task_section(models) or "Stage 04 has not run.\n", figures.get("tasks", ""),
              "## The post's claims\n",
-             "A claim is compared where model, documents and length are those it was made for. The post measured Qwen3.5-0.8B on web "
-             "text (documents of up to 16K tokens) and on RULER's prompts.\n",
-             table(["claim", "the post says", *models], [[c[0], c[1], *(claim_cell(m, c) for m in models.values())] for c in CLAIMS])]
+             "The post measured Qwen3.5-0.8B on web text (documents of up to 16K tokens) and on RULER's own prompts. A figure "
+             "is comparable where its scope is the same; elsewhere the cell says what differs. That variable tracking "
+             "improves in the post's distilled control too cannot be tested: that model is not published.\n",
+             table(["claim", "the post says", *models],
+                   [[claim, said, *(claim_cell(m, measured, *scope) for m in models.values())]
+                    for claim, said, measured, scope in CLAIMS])]
     path = root / "report.md"
-    path.write_text("\n".join(part for part in page if part), encoding="utf-8")
+    text = "\n".join(part for part in page if part)
+    gdn.write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     print(path)
 
 

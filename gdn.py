@@ -1,7 +1,7 @@
 """The Gated DeltaNet (GDN) state: its recurrence, its singular modes, and a model run with the modes cut back.
 
-A GDN head reads a sequence with a matrix for a memory. With keys and values as columns, Yang, Kautz & Hatamizadeh (2024,
-"Gated Delta Networks", eq. 10) write
+A GDN head reads a sequence with a matrix for a memory. With keys and values as columns, and the decay taken first, the
+gated delta rule of Yang, Kautz & Hatamizadeh (2024, "Gated Delta Networks", eq. 10) is
 
     S_t = a_t S_{t-1} + b_t (v_t - a_t S_{t-1} k_t) k_t^T          y_t = S_t q_t
 
@@ -26,6 +26,7 @@ import re
 import sys
 import sysconfig
 import time
+import zlib
 from pathlib import Path
 
 import fire
@@ -59,7 +60,7 @@ def gated_delta_rule(q, k, v, log_a, b, state=None):
     Returns:
         the readouts y [B, T, H, V], and S after the last token [B, H, V, K].
 
-    Source: Yang, Kautz & Hatamizadeh 2024, eq. 10.
+    Source: Yang, Kautz & Hatamizadeh 2024, eq. 10, S (a (I - b k k^T)) + b v k^T, multiplied out.
     """
     B, T, H, V = v.shape
     G, K = k.shape[2:]
@@ -81,7 +82,7 @@ def decay_horizon(mean_log_a):
     mean_log_a: the mean of log a over tokens, any shape, in nats per token; average first, then invert. A head that
     never decays (mean 0) has horizon infinity.
     """
-    return 1 / torch.as_tensor(mean_log_a, dtype=torch.float64).abs()
+    return 1 / torch.as_tensor(mean_log_a, dtype=torch.float64).abs()                      # abs: 1 / -0.0 is -infinity
 
 
 # ---- 2. the state: its modes, and truncation ------------------------------------------------------------------------
@@ -92,6 +93,16 @@ def check_states(state):
                     "(try --dtype float32)")
 
 
+def first_that_converges(fast, slow):
+    """fast(), or slow() where cuSOLVER gives up, as on ill-conditioned matrices (pytorch issues 94772 and 105359)."""
+    try:
+        return fast()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return slow()
+
+
 def singular_values(state):
     """Singular values of every matrix of a batch, [..., V, K] -> [..., M], largest first, in at least float32.
 
@@ -100,17 +111,15 @@ def singular_values(state):
     """
     check_states(state)
     state = state.to(torch.promote_types(state.dtype, torch.float32))
-    try:
-        return torch.linalg.svdvals(state)
-    except RuntimeError:                                                   # no convergence on the GPU: LAPACK, in float64
-        return torch.linalg.svdvals(state.double().cpu()).to(state)
+    return first_that_converges(lambda: torch.linalg.svdvals(state),
+                                lambda: torch.linalg.svdvals(state.double().cpu()).to(state))
 
 
 def effective_rank(sigma):
     """exp of the entropy of the normalised singular values: exp(-sum_j p_j log p_j), p = sigma / sum sigma.
 
     sigma: singular values [..., M] -> [...]. n equal values give n, one value alone gives 1, and the zero matrix, which
-    has no modes, gives 0. Source: Roy & Vetterli 2007, "The effective rank", eq. 4.
+    has no modes, gives 0 here. Source: Roy & Vetterli 2007, "The effective rank", the definition in section 2.
     """
     total = sigma.sum(-1)
     p = sigma / total.clamp_min(torch.finfo(sigma.dtype).tiny)[..., None]
@@ -120,16 +129,14 @@ def effective_rank(sigma):
 def right_modes(state):
     """Right singular vectors of every matrix, [..., V, K] -> [..., K, K], as columns, the smallest mode first.
 
-    The eigenvectors of the Gram matrix S^T S. It is formed in float64, where squaring costs no digit that a float32
-    state has, and from a state scaled to size one, so that nothing under- or overflows.
+    The eigenvectors of the Gram matrix S^T S. It is formed in float64, where squaring costs none of the digits of the
+    float32 states that models have, and from a state scaled to size one, so that nothing under- or overflows.
     """
     scaled = state.double()
     scaled = scaled / scaled.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     gram = scaled.mT @ scaled                                              # [..., K, K]
-    try:
-        return torch.linalg.eigh(gram).eigenvectors
-    except RuntimeError:          # cuSOLVER may not converge on ill-conditioned input (pytorch issues 94772 and 105359)
-        return torch.linalg.svd(scaled.cpu()).Vh.mT.flip(-1).to(gram)
+    return first_that_converges(lambda: torch.linalg.eigh(gram).eigenvectors,
+                                lambda: torch.linalg.svd(scaled.cpu()).Vh.mT.flip(-1).to(gram))
 
 
 def truncate(state, rank, keep="top", seed=0):
@@ -179,11 +186,13 @@ KEEP = ("top", "bottom", "random")
 
 # ---- 3. the model: loading, its GDN layers, the segmented run --------------------------------------------------------
 
+# In tiny/recurrent the one attention layer comes first, where it sees bare tokens and can retrieve nothing by itself.
 BUNDLED = {"tiny": "tiny/recurrent", "tiny/hybrid": "tiny/hybrid", "tiny/recurrent": "tiny/recurrent"}
 
 
 def locate(model):
     """Where a model named by --model is: a bundled folder, the folder itself, or the hub id."""
+    model = model.rstrip("/") or model
     if model in BUNDLED:
         return str(HERE / BUNDLED[model])
     return os.path.abspath(os.path.expanduser(model)) if os.path.isdir(os.path.expanduser(model)) else model
@@ -192,14 +201,21 @@ def locate(model):
 def from_hub(load, model, what):
     """load(model) with a failure told in one sentence."""
     huggingface_hub.logging.set_verbosity_error()
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not os.path.isdir(locate(model)):
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder = os.path.isdir(locate(model))
+    if not folder and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
         raise Error(f"--model {model!r}: there is no such folder, and a hub id looks like name/model")
     try:
         return load(locate(model))
     except Exception as error:      # the libraries raise OSError, ValueError, KeyError, ImportError... for what a user typed
-        raise Error(f"cannot load the {what} of --model {model!r}: it is no bundled model ({', '.join(BUNDLED)}), no folder "
-                    f"with a checkpoint that transformers {transformers.__version__} knows, and nothing that the Hugging "
-                    f"Face hub gives now ({type(error).__name__}: {str(error).strip().splitlines()[0]})") from None
+        where = (f"the folder {model}" if folder else f"{model!r}, which is no folder and no bundled model "
+                 f"({', '.join(BUNDLED)}), from the Hugging Face hub")
+        raise Error(f"cannot load the {what} of {where} with transformers {transformers.__version__}: {first_line(error)}") from None
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def model_config(model):
@@ -208,11 +224,17 @@ def model_config(model):
     if "linear_attention" not in (getattr(config, "layer_types", None) or ()) or not hasattr(config, "linear_key_head_dim"):
         raise Error(f"--model {model!r} ({config.model_type}) has no Gated DeltaNet layers; qwen3_5, qwen3_5_moe, qwen3_next "
                     f"and olmo_hybrid models have")
+    if set(config.layer_types) == {"linear_attention"}:
+        raise Error(f"--model {model!r} has GDN layers alone, which transformers {transformers.__version__} cannot run "
+                    f"with a cache")
     return config
 
 
 def load_tokenizer(model):
-    return from_hub(AutoTokenizer.from_pretrained, model, "tokenizer")
+    tokenizer = from_hub(AutoTokenizer.from_pretrained, model, "tokenizer")
+    if not tokenizer("a text").input_ids:
+        raise Error(f"--model {model!r} has no tokenizer: put its tokenizer.json beside its config.json")
+    return tokenizer
 
 
 def load_model(model, device="auto", dtype="auto"):
@@ -223,7 +245,10 @@ def load_model(model, device="auto", dtype="auto"):
     """
     tokenizer = load_tokenizer(model)
     dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    net = from_hub(functools.partial(AutoModelForCausalLM.from_pretrained, dtype=dtype), model, "weights")
+    net, info = from_hub(functools.partial(AutoModelForCausalLM.from_pretrained, dtype=dtype, output_loading_info=True),
+                         model, "weights")
+    if info["missing_keys"]:                                               # they would be random, without a word
+        raise Error(f"--model {model!r} lacks weights that its config.json asks for: {sorted(info['missing_keys'])[0]}, ...")
     return net.to(device).eval(), tokenizer, gdn_layers(net)
 
 
@@ -279,8 +304,8 @@ def segments(model, ids, segment, at_boundary, cache=None, position=0, timing=No
     start = position
     while start < end:
         stop = min(end, (start // segment + 1) * segment)
-        with stopwatch(timing, "boundary", ids.device):
-            if start and start % segment == 0:
+        if start and start % segment == 0:
+            with stopwatch(timing, "boundary", ids.device):
                 at_boundary(start, cache)
         with stopwatch(timing, "model", ids.device):
             hidden = model.base_model(ids[:, start - position:stop - position], cache=cache, use_cache=True).last_hidden_state
@@ -291,7 +316,10 @@ def segments(model, ids, segment, at_boundary, cache=None, position=0, timing=No
 @contextlib.contextmanager
 def stopwatch(timing, name, device):
     """Add the seconds that the block takes, on its device too, to timing[name]."""
-    sync = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+    def sync():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     sync()
     start = time.perf_counter()
     yield
@@ -303,7 +331,8 @@ def stopwatch(timing, name, device):
 def token_losses(model, hidden, targets):
     """Next-token cross-entropy in nats, [B, n], of hidden states [B, n, D] and the tokens that follow [B, n].
 
-    Row by row, in float32: the logits of one row and segment are all that is ever held.
+    Row by row: the logits of one row and segment are all that is ever held. They come in the model's dtype, as from the
+    model itself; the cross-entropy is taken in float32.
     """
     head = model.get_output_embeddings()
     return torch.stack([F.cross_entropy(head(h).float(), t, reduction="none") for h, t in zip(hidden, targets)])
@@ -312,7 +341,8 @@ def token_losses(model, hidden, targets):
 @contextlib.contextmanager
 def record_gates(model):
     """Record what the GDN layers feed to the recurrence: a list that grows by one (log a, b), each [B, n, H] in float32,
-    per layer and call, in the order of the layers.
+    per layer and call, in the order of the layers. A layer takes its decay in float32, but from weights and projections
+    in the model's dtype, and its b in that dtype altogether: load the model in float32 for gates that are exact.
 
     Every family calls two functions of its own module, one for many tokens and one for a single one; recording there
     needs none of the layers' differing names, and works with or without the fast kernels.
@@ -348,13 +378,15 @@ def documents(source, tokenizer, count, tokens):
     found, longest, seen = [], 0, 0
     for name, text in texts(source):
         seen += 1
-        if len(text.encode(errors="replace")) >= tokens:                   # no token is shorter than a byte
+        if len(text.encode()) >= tokens:                   # no token is shorter than a byte
             ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
             longest = max(longest, ids.shape[1])
             if ids.shape[1] >= tokens:
-                found.append((name, hashlib.sha256(text.encode(errors="replace")).hexdigest(), ids[:, :tokens]))
+                found.append((name, hashlib.sha256(text.encode()).hexdigest(), ids[:, :tokens]))
                 if len(found) == count:
                     return found
+    if not seen:
+        raise Error(f"--documents {source} holds no document")
     length = f"the longest has {longest}" if longest else "all are shorter"
     raise Error(f"--documents {source} has {len(found)} of {seen} documents with at least {tokens} tokens ({length}), "
                 f"and --docs asks for {count}: ask for fewer with --docs or for shorter ones with --tokens")
@@ -377,15 +409,15 @@ def texts(source):
                             f"--documents") from None
             yield from jsonl_texts(Path(path), file)
     else:
-        path = Path(source).expanduser()
-        if path.is_dir():
+        path = Path(os.path.expanduser(source))
+        if os.path.isdir(path):
             files = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
-        elif path.is_file():
+        elif os.path.isfile(path):
             files = [path]
         else:
             raise Error(f"--documents is stdlib, c4, or an existing file or folder, not {source!r}")
         for file in files:
-            if ".jsonl" in file.suffixes or file.suffixes[-2:] == [".json", ".gz"]:
+            if re.search(r"\.jsonl?(\.gz)?$", file.name.lower()):
                 yield from jsonl_texts(file, file.name)
             else:
                 yield file.name, read_text(file)
@@ -393,9 +425,9 @@ def texts(source):
 
 def read_text(path):
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise Error(f"cannot read {path} as UTF-8 text: {error}") from None
+        raise Error(f"cannot read {path} as UTF-8 text: {first_line(error)}") from None
 
 
 def jsonl_texts(path, name):
@@ -403,14 +435,16 @@ def jsonl_texts(path, name):
     opened = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
-        with opened(path, "rt", encoding="utf-8") as lines:
+        with opened(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     text = json.loads(line)["text"]
                     if not isinstance(text, str):
                         raise TypeError("its text is no string")
-                    yield f"{name}:{number}", text
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+                    yield f"{name}:{number}", text.encode(errors="replace").decode()       # no lone surrogates
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise Error(f"cannot read {path} beyond line {number}: {first_line(error)}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Error(f"{path}, line {number}: no JSON object with a \"text\" ({type(error).__name__}: {error})") from None
 
 
@@ -429,20 +463,28 @@ def stdlib_files(held_out):
 
 # ---- 5. result files, and the command line ----------------------------------------------------------------------------
 
-def write_json(path, data):
-    """Write a file whole or not at all: under a temporary name beside it, then renamed. NaN is refused."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+def write_whole(path, write):
+    """write(a temporary path beside it), then rename: a killed run leaves the old file or the new one, and no half."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(data, allow_nan=False) + "\n", encoding="utf-8")
+        write(temporary)
         temporary.replace(path)
     except OSError as error:
         raise Error(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_json(path, data):
+    """Write a result file, whole or not at all. NaN is refused."""
+    try:
+        text = json.dumps(data, allow_nan=False) + "\n"
     except ValueError:
         raise Error(f"a result for {path} is NaN or infinite, so it was not written: the model has diverged "
                     f"(try --dtype float32)") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def read_json(path):
@@ -450,7 +492,7 @@ def read_json(path):
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         return data if isinstance(data, dict) else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
@@ -473,9 +515,9 @@ def check_run(arguments):
     if arguments["dtype"] not in DTYPES:
         raise Error(f"--dtype is one of {', '.join(DTYPES)}, not {arguments['dtype']!r}")
     try:
-        torch.zeros(1, device=resolve(arguments["device"]))
+        torch.zeros(1, device=resolve(arguments["device"])).item()
     except (RuntimeError, AssertionError) as error:
-        raise Error(f"--device {arguments['device']!r} is not to be had here: {str(error).splitlines()[0]}") from None
+        raise Error(f"--device {arguments['device']!r} is not to be had here: {first_line(error)}") from None
     folder = result_folder(arguments["model"], arguments["results"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -483,7 +525,7 @@ def check_run(arguments):
         raise Error(f"--results {arguments['results']}: cannot write there ({error.strerror})") from None
     for path in folder.glob("**/*.json"):
         other = read_json(path).get("model")
-        if other and locate(other) != locate(arguments["model"]):
+        if isinstance(other, str) and locate(other) != locate(arguments["model"]):
             raise Error(f"{folder} holds results of another model, {other}: give --results another folder")
     return folder
 
@@ -494,8 +536,6 @@ def resolve(device):
 
 def begin(script, arguments):
     """Load the model that the flags name and say so: (model, tokenizer, GDN layers)."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     net, tokenizer, layers = load_model(arguments["model"], resolve(arguments["device"]), arguments["dtype"])
     heads = net.config.get_text_config(decoder=True).linear_num_value_heads
     kernels = ""
@@ -514,14 +554,16 @@ def state_shape(net):
 
 
 def environment(net):
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "device": str(net.device),
+    gpu = f" ({torch.cuda.get_device_name(net.device)})" if net.device.type == "cuda" else ""
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "device": f"{net.device}{gpu}",
             "dtype": str(net.dtype)[6:]}
 
 
-def measure_documents(script, arguments, measure, summarise, rows=1, name=None):
-    """Stages 01 to 03: measure every document, save each as it is done, and write results/<model>/<name>.json.
+def measure_documents(script, arguments, measure, summarise, rows=1, suffix=""):
+    """Stages 01 to 03: measure every document, save each as it is done, and write results/<model>/<script><suffix>.json.
 
-    A run that was killed leaves a .part.json; the next one with the same arguments goes on from it.
+    A run that was killed leaves a .part.json; the next one with the same flags goes on from it. A finished file is never
+    replaced by one with other flags.
 
     Args:
         arguments: the script's flags, as it ran with them.
@@ -537,7 +579,13 @@ def measure_documents(script, arguments, measure, summarise, rows=1, name=None):
           f"{', '.join(name for name, *_ in found[:3])}{', ...' if len(found) > 3 else ''}", file=sys.stderr)
     key = {"arguments": json.loads(json.dumps(arguments)), "environment": environment(net),
            "documents": [{"name": name, "sha256": sha} for name, sha, _ in found]}
-    path = folder / f"{name or script}.json"
+    path = folder / f"{script}{suffix}.json"
+    before = read_json(path)
+    for flag, value in key["arguments"].items() if before else ():
+        old = before.get("arguments", {}).get(flag)
+        if old != value and flag not in ("model", "rows", "results"):
+            raise Error(f"{path} was made with --{flag} {old}, not {value}: delete it, or give another --results, to start "
+                        f"over")
     part = path.with_suffix(f".{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}.part.json")
     done = read_json(part).get("done", [])
     if done:
@@ -570,11 +618,14 @@ def command(main):
     was understood, and an Error, or a library's complaint about memory, ends the program with one sentence.
     """
     known, words = list(inspect.signature(main).parameters), sys.argv[1:]
-    wants_value = False
+    wants_value, given = False, set()
     for word in [] if {"--help", "-h"} & set(words) else words:
         flag = re.match(r"--?([A-Za-z][\w-]*)(=.*)?$", word, re.DOTALL)
-        if flag and flag[1].replace("-", "_") not in known:
+        if flag and flag[1].replace("-", "_") not in known and [name[0] for name in known].count(flag[1]) != 1:
             sys.exit(f"unknown flag {word.split('=')[0]!r}: this script takes {', '.join('--' + name for name in known)}")
+        if flag and flag[1] in given:
+            sys.exit(f"--{flag[1]} is given twice: give it once, a list with commas")
+        given.add(flag and flag[1])
         if not flag and not wants_value:
             sys.exit(f"{word!r} belongs to no flag: write --flag value, and lists with commas and no spaces")
         wants_value = bool(flag) and flag[2] is None
@@ -584,7 +635,7 @@ def command(main):
     try:
         for flags in called:
             for name, value in flags.items():
-                if isinstance(value, bool):
+                if isinstance(value, bool) or (value is None and inspect.signature(main).parameters[name].default is not None):
                     raise Error(f"--{name} needs a value")
                 if name in NAMES and value is not None:
                     flags[name] = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
@@ -629,12 +680,12 @@ def whole_numbers(flag, value, low=1, high=None):
 RANKS = "48,32,24,16,12,8,4"        # the default of stages 01 and 03; what exceeds a smaller model's states is left out
 
 
-def check_ranks(ranks, model):
+def check_ranks(ranks, model, default=RANKS):
     """The ranks of a flag, largest first, within 1...M of the model's states; reads the model's configuration only."""
     config = model_config(model)
     modes = min(config.linear_key_head_dim, config.linear_value_head_dim)
-    if ranks == RANKS:
-        ranks = [rank for rank in RANKS.split(",") if int(rank) <= modes]
+    if ranks == default:
+        ranks = [rank for rank in default.split(",") if int(rank) <= modes]
     return sorted(whole_numbers("ranks", ranks, 1, modes), reverse=True)
 
 

@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -370,6 +371,22 @@ def test_a_model_without_gdn_layers_or_without_a_checkpoint_is_told_before_weigh
 
 # ---- documents and result files --------------------------------------------------------------------------------------
 
+def test_a_checkpoint_that_lacks_weights_or_a_tokenizer_is_refused_rather_than_filled_at_random(tmp_path, tiny):
+    net, tokenizer, _ = tiny
+    net.save_pretrained(tmp_path)
+    with pytest.raises(gdn.Error, match="tokenizer"):
+        gdn.load_tokenizer(str(tmp_path))
+    tokenizer.save_pretrained(tmp_path)
+    config = gdn.read_json(tmp_path / "config.json")
+    config.update(num_hidden_layers=5, layer_types=[*config["layer_types"], "linear_attention"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(gdn.Error, match="lacks weights"):
+        gdn.load_model(str(tmp_path), "cpu")
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(gdn.Error, match="cannot load the weights of the folder"):
+        gdn.load_model(str(tmp_path), "cpu")
+
+
 def test_documents_come_in_order_from_text_jsonl_gzip_and_folders_and_are_cut_to_length(tmp_path, tiny):
     long, short = "a b c d e f g h " * 20, "too short"
     (tmp_path / "one.txt").write_text(long)
@@ -387,7 +404,7 @@ def test_documents_come_in_order_from_text_jsonl_gzip_and_folders_and_are_cut_to
         gdn.documents(str(tmp_path / "one.txt"), tiny[1], 2, 50)
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"txt": "a"}', '{"text": 3}'])
+@pytest.mark.parametrize("line", ["{", "[1]", '{"txt": "a"}', '{"text": 3}', "[" * 100_000])
 def test_a_bad_line_of_a_documents_file_is_named(tmp_path, tiny, line):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n' + line)
     with pytest.raises(gdn.Error, match="line 2"):
@@ -395,6 +412,22 @@ def test_a_bad_line_of_a_documents_file_is_named(tmp_path, tiny, line):
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(gdn.Error, match="UTF-8"):
         gdn.documents(str(tmp_path / "binary.txt"), tiny[1], 1, 1)
+    whole = gzip.compress(b'{"text": "a b c"}\n' * 200)
+    for content in (whole[:-9], whole[:30] + b"\x00" * 9 + whole[39:], b"no gzip", gzip.compress(b"\xff\xfe")):
+        (tmp_path / "broken.jsonl.gz").write_bytes(content)
+        with pytest.raises(gdn.Error, match="cannot read|line"):
+            gdn.documents(str(tmp_path / "broken.jsonl.gz"), tiny[1], 1, 50)
+
+
+def test_a_document_with_half_a_surrogate_pair_and_a_folder_without_documents_are_no_crash(tmp_path, tiny):
+    (tmp_path / "odd.JSONL").write_text(json.dumps({"text": "a \ud800 b " * 30}))
+    assert len(gdn.documents(str(tmp_path / "odd.JSONL"), tiny[1], 1, 20)) == 1
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(gdn.Error, match="holds no document"):
+        gdn.documents(str(tmp_path / "empty"), tiny[1], 1, 20)
+    for missing in ("~nosuchuser/x", "a" * 400):
+        with pytest.raises(gdn.Error, match="existing file or folder"):
+            gdn.documents(missing, tiny[1], 1, 20)
 
 
 def test_c4_comes_from_the_hub_in_shard_order_and_its_absence_is_told(tmp_path, tiny, monkeypatch):
@@ -514,6 +547,12 @@ def test_tokens_grow_with_the_size_as_the_search_for_the_largest_assumes(task, t
     assert all(b > a - 8 for a, b in zip(tokens, tokens[1:])) and tokens[-1] > tokens[0]
 
 
+def test_needles_and_assignments_keep_their_order_even_in_a_haystack_of_four_sentences():
+    for seed in range(300):
+        context, [(_, _, names)] = ruler.vt(4, Random(seed))
+        assert re.findall(r"VAR ([A-Z]{5}) = ", context) == names
+
+
 def test_common_words_beyond_the_list_are_filled_with_pairs():
     context, [(_, _, asked)] = ruler.cwe(9000, Random(0))
     words = re.findall(r"^\d+ (\S+)$", context, re.MULTILINE)
@@ -585,7 +624,11 @@ def test_a_file_in_rulers_format_runs_as_it_is_and_is_scored(tmp_path, monkeypat
         ruler.main(data=str(folder / "validation.jsonl"), tasks="vt,cwe", results=str(tmp_path / "r"))
 
 
-@pytest.mark.parametrize("line", ["{", '{"input": "a", "outputs": ["b"], "length": 5}', '"text"',
+@pytest.mark.parametrize("line", ["{", '{"input": "a", "outputs": ["b"], "length": 5}', '"text"', "[" * 100_000,
+                                  '{"input": "", "answer_prefix": "", "outputs": ["b"], "length": 5}',
+                                  '{"input": "a", "answer_prefix": "", "outputs": [""], "length": 5}',
+                                  '{"input": "a", "answer_prefix": "", "outputs": ["b"], "length": -5}',
+                                  '{"input": "a", "answer_prefix": "", "outputs": ["b"], "length": Infinity}',
                                   '{"input": "a", "answer_prefix": "", "outputs": "b", "length": 5}',
                                   '{"input": "a", "answer_prefix": "", "outputs": [], "length": 5}'])
 def test_a_bad_line_of_a_ruler_file_is_named(tmp_path, line):
@@ -711,6 +754,32 @@ def test_the_report_names_what_is_missing_or_damaged_and_reports_the_rest(result
         report.main(results=str(tmp_path / "empty"))
 
 
+DAMAGE = [("02_decay", ("timing",), {}), ("02_decay", ("arguments",), "x"), ("02_decay", ("model",), 5),
+          ("02_decay", ("results", "horizon"), []), ("02_decay", ("results", "horizon"), [[1.0]]),
+          ("03_loss", ("results", "state"), [0, 0]), ("03_loss", ("results", "loss", "full"), []),
+          ("03_loss", ("timing", "total_seconds"), "a"), ("01_spectrum", ("results", "energy"), {}),
+          ("01_spectrum", ("results", "layers"), []), ("04_ruler/vt_512", ("timing",), None),
+          ("04_ruler/vt_512", ("results", "samples"), [])]
+
+
+@pytest.mark.parametrize("file, keys, value", DAMAGE)
+def test_a_result_file_of_an_unexpected_shape_is_called_damaged_and_never_ends_the_report(results, tmp_path, file, keys, value):
+    shutil.copytree(results / "recurrent", tmp_path / "recurrent")
+    data = gdn.read_json(tmp_path / "recurrent" / f"{file}.json")
+    inner = data
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    gdn.write_json(tmp_path / "recurrent" / f"{file}.json", data)
+    report.main(results=str(tmp_path))
+    assert f"{file}.json is damaged" in (tmp_path / "report.md").read_text()
+    if file.startswith("04"):
+        with pytest.raises(gdn.Error, match="is damaged"):
+            ruler.main(tasks="vt", lengths=512, samples=2, ranks="32,2", results=str(tmp_path))
+            assert value == []                                 # no samples yet: the run goes on from there
+            raise gdn.Error("is damaged")
+
+
 def test_a_claim_counts_as_the_same_scope_only_for_the_posts_model_documents_and_length(results, tmp_path):
     data = gdn.read_json(results / "recurrent" / "02_decay.json")
     data["model"] = "Qwen/Qwen3.5-0.8B"
@@ -746,6 +815,13 @@ def test_a_killed_stage_leaves_no_result_file_and_the_next_run_goes_on_to_the_sa
     assert json.dumps(ours) == json.dumps(whole) if stage is not loss else ours["loss"].keys() == whole["loss"].keys()
 
 
+def test_a_finished_result_is_not_replaced_by_a_run_with_other_flags(results):
+    before = (results / "recurrent" / "03_loss.json").read_bytes()
+    with pytest.raises(gdn.Error, match="was made with --docs 2, not 1"):
+        loss.main(docs=1, tokens=700, ranks="64,16,2", results=str(results))
+    assert (results / "recurrent" / "03_loss.json").read_bytes() == before
+
+
 def test_results_of_another_model_are_never_overwritten(tmp_path, results):
     folder = tmp_path / "results" / "recurrent"
     folder.mkdir(parents=True)
@@ -761,6 +837,7 @@ def run(*words):
 
 @pytest.mark.parametrize("words", [
     ("01_spectrum.py", "--modle", "tiny"), ("02_decay.py", "--docs", "0"), ("03_loss.py", "--ranks", "65"),
+    ("03_loss.py", "--docs", "1", "--docs", "2"), ("03_loss.py", "--keep", "top,bottom"), ("03_loss.py", "--model"),
     ("03_loss.py", "--device", "warp"), ("04_ruler.py", "--tasks", "vtt"), ("05_report.py", "--result", "x")])
 def test_a_mistake_on_the_command_line_ends_in_one_sentence_and_a_non_zero_exit_code(words):
     done = run(HERE / words[0], *words[1:])
@@ -812,3 +889,38 @@ def test_a_bundled_model_loads_like_any_checkpoint_is_small_and_knows_text(name)
     _, _, ids = gdn.documents("stdlib", tokenizer, 1, 500)[0]
     with torch.no_grad():
         assert net(ids, labels=ids).loss < 5                                        # a uniform guess costs log 4096 = 8.3
+
+
+def test_the_trainers_fast_functions_equal_transformers_forward_and_backward(monkeypatch):
+    fast, net, ids = script("tiny/fast.py"), random_model("qwen3_5"), ids_of(77, rows=3)
+    net.config.linear_num_key_heads = None
+    for layer in net.model.layers[:2]:                           # no grouped heads: the bundled models have none
+        layer.linear_attn = qwen.Qwen3_5GatedDeltaNet(transformers.Qwen3_5TextConfig(**{**SMALL, "linear_num_key_heads": 4}),
+                                                      layer.linear_attn.layer_idx)
+
+    def gradients():
+        net.zero_grad()
+        out = net(ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        return [out.logits.detach(), *(p.grad.clone() for p in net.parameters())]
+    want = gradients()
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        monkeypatch.setattr(qwen, name, getattr(qwen, name))
+    for name in ("Qwen3_5RMSNorm", "Qwen3_5RMSNormGated", "Qwen3_5MLP"):
+        monkeypatch.setattr(getattr(qwen, name), "forward", getattr(qwen, name).forward)
+    fast.patch()
+    for a, b in zip(gradients(), want):
+        torch.testing.assert_close(a, b, atol=2e-4 * b.abs().max().item(), rtol=0)
+
+
+def test_the_trainer_lowers_the_loss_goes_on_where_it_was_and_writes_a_loadable_checkpoint(tmp_path):
+    trainer = [sys.executable, HERE / "tiny" / "train.py", "recurrent", "--out", str(tmp_path), "--steps"]
+    for steps in ("8", "20"):
+        done = subprocess.run([*trainer, steps], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    log = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [8, 20] and log[1]["text"] < log[0]["text"] - 0.03
+    net, _, layers = gdn.load_model(str(tmp_path), "cpu")
+    assert layers == [1, 2, 3] and ruler.make_sample("vt", 512, 0, 0, gdn.load_tokenizer(str(tmp_path)))[1] <= 512
+    for file in ("tokenizer.json", "config.json"):
+        assert (tmp_path / file).read_text() == (HERE / "tiny" / "recurrent" / file).read_text()

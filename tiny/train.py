@@ -1,11 +1,11 @@
-"""Trains the two bundled models, tiny/hybrid and tiny/recurrent, from nothing on a laptop's CPU.
+"""Trains the bundled models, tiny/hybrid and tiny/recurrent, from nothing on a laptop's CPU.
 
-    python tiny/train.py recurrent          # about 80 minutes on one core; stops and goes on where it was
-    python tiny/train.py hybrid --steps 20  # a look
+    python tiny/train.py recurrent                       # 80 minutes on one core; stop it, and it goes on where it was
+    python tiny/train.py hybrid --steps 20 --out /tmp/x  # a look
 
-Both are Qwen3_5ForCausalLM with hidden size 128, three Gated DeltaNet layers of four 64x64 heads and one full-attention
+Both are Qwen3_5ForCausalLM with hidden size 128, three Gated DeltaNet layers of four 64 x 64 heads and one full-attention
 layer: last in `hybrid`, as in Qwen's order, first in `recurrent`, where it sees bare tokens and can retrieve nothing.
-They learn Python's standard library (without the files that evaluation holds out) and the tasks of 04_ruler.py.
+They learn Python's standard library, without the files that gdn.stdlib_files holds out, and the tasks of 04_ruler.py.
 """
 import importlib.util
 import json
@@ -18,8 +18,8 @@ from random import Random
 import fire
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -34,17 +34,21 @@ spec.loader.exec_module(ruler)
 
 LINEAR, FULL = "linear_attention", "full_attention"
 ORDER = {"hybrid": [LINEAR, LINEAR, LINEAR, FULL], "recurrent": [FULL, LINEAR, LINEAR, LINEAR]}
-LENGTHS = [128, 192, 256, 384, 512, 768, 1024]      # the curriculum: tokens in a sequence
-STEP_TOKENS = 3072                                  # task tokens of a step; a third as many again are text
-# Share of the training, roughly how many tokens one unit of size takes (a needle, a sentence, a word), shortest sequence.
+STEPS = {"hybrid": 3600, "recurrent": 4600}
+LENGTHS = [128, 192, 256, 384, 512, 768, 1024]           # the curriculum: tokens in a sequence
+TASK_TOKENS, TEXT_TOKENS = 3072, 1024                    # of a step
+MICRO = 1024                                             # tokens in one forward pass: what the processor's cache holds
+# A task's share of the sequences, roughly how many tokens one unit of its size takes, and its shortest sequence.
 TASKS = {"niah_multikey_2": (8, 20, 0), "niah_single_1": (2, 7, 0), "niah_multikey_1": (3, 19, 256),
          "niah_multivalue": (1, 19, 256), "niah_multiquery": (1, 19, 256), "vt": (4, 7, 0), "cwe": (5, 5.6, 0),
          "fwe": (4, 2.3, 192)}
-MICRO = 1024                                        # tokens in one forward pass: what the processor's cache holds
+WEIGHTS = {"context": 0.1, "question": 0.5, "answer": 1.0}       # of the mean losses of a task's tokens; text has 1
 
+
+# ---- tokenizer and model ---------------------------------------------------------------------------------------------
 
 def make_tokenizer():
-    """A byte-level BPE of 4,096 tokens, digits one by one, trained on the training files and the tasks' words."""
+    """A byte-level BPE of 4,096 tokens, digits one by one as in Qwen's, of the training files and the tasks' words."""
     tokenizer = Tokenizer(models.BPE())
     pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -70,7 +74,8 @@ def make_model(name, tokenizer):
         tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, dtype="float32"))
     for layer in model.model.layers:
         if layer.block_type == LINEAR:
-            # Transformers' default forgets within dozens of tokens everywhere; these gates give horizons of 1 to 10,000.
+            # Transformers' default forgets within dozens of tokens everywhere; these gates start with horizons of 1 to
+            # 10,000 tokens: dt log-uniform in 0.001...0.1, A log-uniform in 0.1...8.
             gates = layer.linear_attn
             dt = torch.exp(torch.empty(4).uniform_(math.log(1e-3), math.log(1e-1)))
             gates.dt_bias.data.copy_(dt + torch.log(-torch.expm1(-dt)))           # softplus^-1(dt)
@@ -78,17 +83,41 @@ def make_model(name, tokenizer):
     return model
 
 
+def make_optimizers(model):
+    """Muon for the matrices, AdamW for the rest, and AdamW at a tenth for the decay gates, or they forget how to carry."""
+    named = dict(model.named_parameters())
+    gates = [n for n in named if n.endswith(("A_log", "dt_bias", "in_proj_a.weight"))]
+    matrices = [n for n, p in named.items() if p.ndim == 2 and "embed" not in n and "in_proj_b" not in n and n not in gates]
+    others = [n for n in named if n not in gates and n not in matrices]
+    adam = dict(betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizers = [torch.optim.Muon([named[n] for n in matrices], lr=0.02, weight_decay=0.01, momentum=0.95),
+                  torch.optim.AdamW([named[n] for n in others], lr=3e-3, **adam),
+                  torch.optim.AdamW([named[n] for n in gates], lr=3e-4, **adam)]
+    return optimizers, [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+
+
+def save(model, tokenizer, out):
+    """A checkpoint like any other. The matrices are rounded to bfloat16 for size; it is loaded and run in float32."""
+    weights = {name: p.detach().bfloat16() if p.ndim > 1 else p.detach().clone()
+               for name, p in model.state_dict().items() if name != "lm_head.weight"}            # the head is tied
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
 def task_sequence(task, length, rng, tokenizer):
     """One context with up to five questions, the first exactly in the form of 04_ruler.py.
 
     Returns ids [T <= length] and marks [T]: 0 in the context, 1 in a question and the answer's prefix, 2 in an answer and
-    its end-of-text token.
+    its end-of-text token. Short sequences get easier tasks: fewer needles, hops, common words and repeats.
     """
     def encode(text):
         return tokenizer(text, add_special_tokens=False).input_ids
-    unit = TASKS[task][1]
-    family = task.split("_")[0]
-    room = length - 30
+
+    family, unit, room = ruler.family(task), TASKS[task][1], length - 30
     hops, common, repeats = 4, 10, (6, 1)
     if family == "vt":
         hops = rng.choice([1, 2, 3, 4, 4, 4]) if length >= 192 else rng.choice([1, 2])
@@ -96,45 +125,36 @@ def task_sequence(task, length, rng, tokenizer):
     elif family == "cwe":
         room -= 25
         repeats = rng.choice([(6, 1), (6, 1), (4, 1), (3, 1)])
-        common = min(10, int(0.85 * room / unit / (repeats[0] + 0.35 * 10)))
+        common = min(10, int(0.85 * room / unit / (repeats[0] + 3.5)))
         room -= common * (repeats[0] * unit + 4)
     elif family == "fwe":
         room -= 40
     questions = rng.randint(1, 5)
-    asked = 31 * questions if family == "niah" else 0
     if family == "niah":
-        asked = min(asked, length // 2)
-        room -= asked + (0 if task == "niah_multikey_2" else 21 * ruler.NIAH[task].get("keys", 1))
-    size = max(int(room / unit), 1 if family in ("vt", "cwe") else 2)
-    if family == "fwe":
-        size = max(size, 40)
-    seed = rng.random()
+        room -= min(31 * questions, length // 2)
+        room -= 0 if task == "niah_multikey_2" else 21 * ruler.NIAH[task].get("keys", 1)
+    smallest = {"vt": 1, "cwe": 1, "fwe": 40, "niah": 2}[family]
+    size, seed = max(int(room / unit), smallest), rng.random()
     while True:
         context, found = ruler.build(task, size, Random(seed), length, hops=hops, common=common, repeats=repeats)
-        ids, mask = [], []
+        ids, marks = [], []
         for i, (question, prefix, references) in enumerate(found[:5]):
             ask = encode((context if i == 0 else "") + question + prefix)
             answer = encode(" " + " ".join(references)) + [tokenizer.eos_token_id]
             if ids and len(ids) + len(ask) + len(answer) > length:
                 break
+            before = len(encode(context)) if i == 0 else 0
             ids += ask + answer
-            if i == 0:
-                begun = len(encode(context))
-                mask += [0] * begun + [1] * (len(ask) - begun)
-            else:
-                mask += [1] * len(ask)
-            mask += [2] * len(answer)
-        if len(ids) <= length:
-            return torch.tensor(ids), torch.tensor(mask)
-        if size <= (40 if family == "fwe" else 1):
-            return torch.tensor(ids[:length]), torch.tensor(mask[:length])
+            marks += [0] * before + [1] * (len(ask) - before) + [2] * len(answer)
+        if len(ids) <= length or size <= max(smallest - 1, 1):
+            return torch.tensor(ids[:length]), torch.tensor(marks[:length])
         size = min(size - 1, int(size * 0.93))
 
 
-def batch_of_tasks(length, rng, tokenizer):
+def task_batch(length, rng, tokenizer):
     """ids and marks [B, length] (see task_sequence; -1 is padding), and the names of the tasks."""
     fitting = {task: share for task, (share, _, shortest) in TASKS.items() if length >= shortest}
-    names = rng.choices(list(fitting), list(fitting.values()), k=max(STEP_TOKENS // length, 1))
+    names = rng.choices(list(fitting), list(fitting.values()), k=TASK_TOKENS // length)
     ids, marks = torch.zeros(len(names), length, dtype=torch.long), torch.full((len(names), length), -1)
     for row, task in enumerate(names):
         x, mark = task_sequence(task, length, rng, tokenizer)
@@ -142,139 +162,124 @@ def batch_of_tasks(length, rng, tokenizer):
     return ids, marks, names
 
 
+def text_batch(length, rng, text):
+    """Windows [B, length] of the training text, about TEXT_TOKENS tokens."""
+    starts = [rng.randrange(len(text) - length) for _ in range(max(TEXT_TOKENS // length, 1))]
+    return torch.stack([text[i:i + length] for i in starts])
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
 def loss_at(model, hidden, ids, mask):
     """Cross-entropies [N] and hits [N] of the tokens where mask [B, T] is set, each predicted from the position before."""
-    logits = F.linear(hidden[:, :-1][mask[:, 1:]], model.lm_head.weight).float()
+    logits = F.linear(hidden[:, :-1][mask[:, 1:]], model.lm_head.weight)
     target = ids[:, 1:][mask[:, 1:]]
     return F.cross_entropy(logits, target, reduction="none"), logits.argmax(-1) == target
 
 
-def save(model, out):
-    """config.json and model.safetensors: the matrices rounded to bfloat16, for size; all is loaded and run in float32."""
-    weights = {name: p.detach().bfloat16() if p.ndim > 1 else p.detach().clone()
-               for name, p in model.state_dict().items() if name != "lm_head.weight"}            # the head is tied
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(out)
+def backward(model, x_text, ids, marks, step):
+    """Add the gradients of one step: mean over text + mean over answers + 0.5 mean over questions + 0.1 mean over contexts.
+
+    Returns the four losses, and which answer tokens were right.
+    """
+    text, _ = loss_at(model, model.model(x_text, use_cache=False).last_hidden_state, x_text, torch.ones_like(x_text) > 0)
+    text.mean().backward()
+    # A quarter of the contexts' tokens is enough, and the head over the vocabulary is a third of the work.
+    skipped = torch.rand(marks.shape, generator=torch.Generator().manual_seed(step)) > 0.25
+    masks = [(marks == 0) & ~skipped, marks == 1, marks == 2]
+    losses, hits = {"text": text.mean().item(), **dict.fromkeys(WEIGHTS, 0.0)}, []
+    rows = max(MICRO // ids.shape[1], 1)
+    for part in (slice(i, i + rows) for i in range(0, len(ids), rows)):
+        hidden, total = model.model(ids[part], use_cache=False).last_hidden_state, 0.0
+        for mask, (kind, weight) in zip(masks, WEIGHTS.items()):
+            ce, hit = loss_at(model, hidden, ids[part], mask[part])
+            mean = ce.sum() / mask.sum()
+            losses[kind] += mean.item()
+            total = total + weight * mean
+        total.backward()
+        hits.append(hit)
+    return losses, torch.cat(hits)
 
 
-def train(name, steps=3800, minutes=None, out=None, threads=1):
-    """Train tiny/NAME and write it to OUT.
+def train(name, steps=None, out=None, minutes=None):
+    """Train a bundled model and write its checkpoint, tokenizer and train.jsonl, a log of losses and skill.
 
     Args:
         name: hybrid or recurrent.
-        steps: optimiser steps of about 4,096 tokens; the last 40 % with a falling learning rate.
-        minutes: stop after so long, with a checkpoint; the next run goes on.
-        out: the folder to write (default: tiny/NAME).
-        threads: CPU threads.
+        steps: optimiser steps of about 4,096 tokens, the last 40 % with a falling learning rate (3,600 and 4,600).
+        out: the folder to write; tiny/NAME by default.
+        minutes: stop after so long; the next run goes on from the folder's checkpoint.pt.
     """
-    torch.set_num_threads(threads)
-    out = Path(out or HERE / name)
+    if name not in ORDER:
+        sys.exit(f"the bundled models are {' and '.join(ORDER)}, not {name!r}")
+    steps, out = steps or STEPS[name], Path(out or HERE / name)
     out.mkdir(parents=True, exist_ok=True)
-    saved = out / "checkpoint.pt"
-    torch.manual_seed(0)
+    torch.set_num_threads(1)
     torch.set_flush_denormal(True)      # fast-decaying heads make denormals, which cost the processor half its speed
+    torch.manual_seed(0)
     fast.patch()
-    if (HERE / "hybrid" / "tokenizer.json").exists():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(HERE / "hybrid")
-    else:
-        tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(out)
-    model = make_model(name, tokenizer)
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "in_proj_a" not in n
-                and "in_proj_b" not in n]
-    chosen = {id(p) for p in matrices}
-    gates = [p for n, p in model.named_parameters() if n.split(".")[-1] in ("A_log", "dt_bias") or "in_proj_a" in n]
-    chosen |= {id(p) for p in gates}
-    others = [p for p in model.parameters() if id(p) not in chosen]
-    optimizers = [torch.optim.Muon(matrices, lr=MUON, weight_decay=0.01, momentum=0.95),
-                  torch.optim.AdamW(others, lr=ADAM, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-                  torch.optim.AdamW(gates, lr=GATES, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-    peak = [MUON, ADAM, GATES]
-    text = []
-    for path in gdn.stdlib_files(held_out=False):
-        text += tokenizer(path.read_text(errors="replace")).input_ids + [tokenizer.eos_token_id]
+    saved = out / "checkpoint.pt"
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out) if saved.exists() else make_tokenizer()
+    model = make_model(name, tokenizer).train()
+    optimizers, peaks = make_optimizers(model)
+    text = [i for path in gdn.stdlib_files(held_out=False)
+            for i in (*tokenizer(path.read_text(errors="replace")).input_ids, tokenizer.eos_token_id)]
     text = torch.tensor(text)
 
-    start, level, skill, tokens, seconds, log = 0, 0, {t: 0.0 for t in TASKS}, 0, 0.0, []
+    # Skill is a running share of answer tokens right, by task; level is the curriculum's.
+    state = {"step": 0, "level": 0, "skill": dict.fromkeys(TASKS, 0.0), "tokens": 0, "seconds": 0.0, "log": []}
     if saved.exists():
-        state = torch.load(saved, weights_only=False)
-        model.load_state_dict(state["model"])
-        for o, s in zip(optimizers, state["optimizers"]):
-            o.load_state_dict(s)
-        start, level, skill, tokens, seconds, log = (state[k] for k in ("step", "level", "skill", "tokens", "seconds", "log"))
-    model.train()
-    began = time.time()
-    sums = {}
-    bar = tqdm(range(start, steps), initial=start, total=steps, desc=name, mininterval=5)
+        loaded = torch.load(saved, weights_only=False)
+        model.load_state_dict(loaded.pop("model"))
+        for optimizer, values in zip(optimizers, loaded.pop("optimizers")):
+            optimizer.load_state_dict(values)
+        state = loaded
+    skill, since, recent, began = state["skill"], state["seconds"], [], time.time()
+    bar = tqdm(range(state["step"], steps), initial=state["step"], total=steps, desc=name, mininterval=5)
     for step in bar:
-        rng = Random(f"train {name} {step}")                 # evaluation's streams are named otherwise: see 04_ruler.py
-        decay = min(1.0, (steps - step) / (0.4 * steps))
-        for o, p in zip(optimizers, peak):
-            for group in o.param_groups:
-                group["lr"] = p * min(1.0, (step + 1) / 100) * decay
+        rng = Random(f"train {name} {step}")                        # 04_ruler.py seeds its samples by number, never so
         late = step >= 0.6 * steps
-        length = rng.choice([256, 512, 512, 1024]) if late else LENGTHS[level if rng.random() < 0.7 else rng.randint(0, level)]
-        long = late and rng.random() < 0.1
-        n_text = 4096 if long else max(length, 256)
-        rows = max(1024 // n_text, 1)
-        starts = [rng.randrange(len(text) - n_text) for _ in range(rows)]
-        x_text = torch.stack([text[i:i + n_text] for i in starts])
-        ids, marks, names = batch_of_tasks(length, rng, tokenizer)
-        # A quarter of the context's tokens is enough, and the head over the vocabulary is a third of the work.
-        skipped = torch.rand(marks.shape, generator=torch.Generator().manual_seed(step)) > 0.25
-        masks = [(marks == 0) & ~skipped, marks == 1, marks == 2]
-        ce, _ = loss_at(model, model.model(x_text, use_cache=False).last_hidden_state, x_text, torch.ones_like(x_text, dtype=torch.bool))
-        text_loss = ce.mean()
-        text_loss.backward()
-        hits, parts = [], [0.0, 0.0, 0.0]
-        for first in range(0, len(ids), max(MICRO // length, 1)):
-            rows = slice(first, first + max(MICRO // length, 1))
-            hidden = model.model(ids[rows], use_cache=False).last_hidden_state
-            loss = 0.0
-            for i, (mask, weight) in enumerate(zip(masks, (0.1, 0.5, 1.0))):
-                ce, hit = loss_at(model, hidden, ids[rows], mask[rows])
-                part = ce.sum() / mask.sum()
-                parts[i] += part.item()
-                loss = loss + weight * part
-            loss.backward()
-            hits.append(hit)                                      # the last: the answers'
-        hit = torch.cat(hits)
+        for optimizer, peak in zip(optimizers, peaks):
+            optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / 100, (steps - step) / (0.4 * steps))
+        if late:
+            length = rng.choice([256, 512, 512, 1024])
+        else:
+            length = LENGTHS[state["level"] if rng.random() < 0.7 else rng.randint(0, state["level"])]
+        x_text = text_batch(4096 if late and rng.random() < 0.1 else max(length, 256), rng, text)
+        ids, marks, names = task_batch(length, rng, tokenizer)
+        losses, hit = backward(model, x_text, ids, marks, step)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for o in optimizers:
-            o.step()
-            o.zero_grad(set_to_none=True)
-        tokens += ids.numel() + x_text.numel()
-        row_of = masks[2][:, 1:].nonzero()[:, 0]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        row_of_hit = (marks == 2)[:, 1:].nonzero()[:, 0]
         for row, task in enumerate(names):
-            right = hit[row_of == row].float().mean().item()
-            if right == right:
-                skill[task] = 0.95 * skill[task] + 0.05 * right
-        for k, v in zip(("text", "context", "question", "answer"), (text_loss.item(), *parts)):
-            sums.setdefault(k, []).append(v)
-        # Longer and harder as soon as the needles of this length are mostly found.
-        if not late and level + 1 < len(LENGTHS) and skill["niah_multikey_2"] > 0.8 and skill["niah_single_1"] > 0.8:
-            level += 1
-            skill["niah_multikey_2"] = 0.5                 # measured anew at the new length
-        if (step + 1) % 25 == 0 or step + 1 == steps:
-            now = seconds + time.time() - began
-            line = {"step": step + 1, "tokens": tokens, "minutes": round(now / 60, 1), "length": LENGTHS[level],
-                    **{k: round(sum(v) / len(v), 3) for k, v in sums.items()},
-                    **{t: round(100 * s) for t, s in skill.items()}}
-            log.append(line)
-            sums = {}
-            (out / "train.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
-            bar.set_postfix_str(f"length {LENGTHS[level]} text {line['text']} answer {line['answer']}")
-        stop = minutes is not None and time.time() - began > 60 * minutes
-        if (step + 1) % 50 == 0 or step + 1 == steps or stop:
-            torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1,
-                        "level": level, "skill": skill, "tokens": tokens, "seconds": seconds + time.time() - began,
-                        "log": log}, saved.with_suffix(".new"))
+            if (row_of_hit == row).any():
+                skill[task] += 0.05 * (hit[row_of_hit == row].float().mean().item() - skill[task])
+        # Longer and harder as soon as most needles of this length are found, by competence and not by the clock.
+        if not late and state["level"] + 1 < len(LENGTHS) and min(skill["niah_multikey_2"], skill["niah_single_1"]) > 0.8:
+            state["level"] += 1
+            skill["niah_multikey_2"] = 0.5                          # measured anew at the new length
+        state["tokens"] += ids.numel() + x_text.numel()
+        state["step"], state["seconds"] = step + 1, since + time.time() - began
+        recent.append(losses)
+        last = step + 1 == steps or (minutes is not None and time.time() - began > 60 * minutes)
+        if (step + 1) % 25 == 0 or last:
+            means = {kind: round(sum(one[kind] for one in recent) / len(recent), 3) for kind in losses}
+            state["log"].append({"step": step + 1, "tokens": state["tokens"], "minutes": round(state["seconds"] / 60, 1),
+                                 "length": LENGTHS[state["level"]], **means, **{t: round(100 * s) for t, s in skill.items()}})
+            (out / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in state["log"]))
+            bar.set_postfix_str(f"length {LENGTHS[state['level']]} text {means['text']} answer {means['answer']}")
+            recent = []
+        if (step + 1) % 50 == 0 or last:
+            torch.save({**state, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]},
+                       saved.with_suffix(".new"))
             saved.with_suffix(".new").replace(saved)
-        if stop:
+            save(model, tokenizer, out)
+        if last:
             break
 
 
-MUON, ADAM, GATES = 0.02, 3e-3, 3e-4
 if __name__ == "__main__":
     fire.Fire(train)
