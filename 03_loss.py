@@ -33,6 +33,8 @@ def main(*, model="tiny", documents="stdlib", docs=8, tokens=4096, segment=256, 
     arguments["ranks"] = ranks = gdn.check_ranks(ranks, model)
     if keep not in gdn.KEEP:
         raise gdn.Error(f"--keep is one of {', '.join(gdn.KEEP)}, not {keep!r}")
+    if gdn.whole("tokens", tokens) <= gdn.whole("segment", segment):
+        raise gdn.Error(f"--tokens {tokens} never passes a boundary of --segment {segment}: nothing would be truncated")
     every = [None, *ranks]                                                      # None: the model untouched
     groups = gdn.row_groups(every, rows)
 

@@ -347,6 +347,8 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
         if shortest > length:
             raise gdn.Error(f"--lengths {length} is too short for {task}: the shortest that works with this tokenizer is "
                             f"{shortest}")
+        if file is None and length <= segment:
+            raise gdn.Error(f"--lengths {length} never passes a boundary of --segment {segment}: nothing would be truncated")
     files = {}
     for (task, length), file in todo.items():
         same = {"model": model, "ranks": ranks, "seed": seed, "segment": segment, "dtype": dtype,

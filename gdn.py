@@ -270,6 +270,7 @@ def write_states(cache, layers, states):
         cache.layers[i].recurrent_states[0].copy_(state.mT)
 
 
+@torch.inference_mode()
 def truncate_rows(cache, layers, ranks, keep="top", seed=0):
     """Truncate row i of every state in the cache to ranks[i] modes, in place; None leaves the row alone.
 
