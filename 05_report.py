@@ -184,7 +184,7 @@ def panels(models, width=4.6, height=3.8, sharey=True):
                                 squeeze=False)
     for ax, name in zip(axes[0], models):
         ax.set_title(name)
-    return figure, list(zip(axes[0], models.items()))
+    return figure, list(zip(axes[0], models.values()))
 
 
 def rank_axis(ax, ranks):
@@ -209,7 +209,7 @@ def draw_rank_against_horizon(models):
     if not models:
         return None
     figure, axes = panels(models, sharey=False)
-    for ax, (name, m) in axes:
+    for ax, m in axes:
         rank, horizon = m["01_spectrum.json"]["effective_rank"], m["02_decay.json"]["horizon"]
         for i, layer in enumerate(m["01_spectrum.json"]["layers"]):
             few = len(rank) <= len(COLOURS)
@@ -231,7 +231,7 @@ def draw_spectra(models):
     if not models:
         return None
     figure, axes = panels(models)
-    for ax, (name, m) in axes:
+    for ax, m in axes:
         for i, layer in enumerate(m["spectrum"]):
             colour = plt.cm.viridis(0.92 * i / max(len(m["spectrum"]) - 1, 1))
             for j, head in enumerate(layer):
@@ -258,7 +258,7 @@ def draw_loss(models):
     if not models:
         return None
     figure, axes = panels(models)
-    for ax, (name, m) in axes:
+    for ax, m in axes:
         runs = {keep: m[file] for keep, file in files.items() if file in m}
         for keep, run in runs.items():
             error_bars(ax, list(run["change"]), run["change"], list(files).index(keep), f"{keep} r modes kept")
@@ -278,7 +278,7 @@ def draw_tasks(models):
         return None
     figure, axes = panels(models, width=5.2, height=4.2)
     kinds = sorted({(run["task"], run["length"]) for runs in models.values() for run in runs})
-    for ax, (name, runs) in axes:
+    for ax, runs in axes:
         for run in runs:
             i = kinds.index((run["task"], run["length"]))
             x = [rank * (1 + 0.02 * (i - len(kinds) / 2)) for rank in run["change"]]       # so that none hides another
