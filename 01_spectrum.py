@@ -5,6 +5,8 @@
 
 The states are read, and left alone, at every segment boundary of every document.
 """
+from statistics import median
+
 import torch
 
 import gdn
@@ -69,7 +71,7 @@ def main(*, model="tiny", documents="stdlib", docs=8, tokens=4096, segment=256, 
     print(f"{'layer':>5}  effective rank: least, median, most of its heads   energy in the top {ranks[0]}, {ranks[-1]} modes")
     for i, (layer, heads) in enumerate(zip(found["layers"], found["effective_rank"])):
         share = [sum(found["energy"][str(r)][i]) / len(heads) for r in (ranks[0], ranks[-1])]
-        print(f"{layer:5}  {min(heads):20.1f} {sorted(heads)[len(heads) // 2]:7.1f} {max(heads):7.1f}"
+        print(f"{layer:5}  {min(heads):20.1f} {median(heads):7.1f} {max(heads):7.1f}"
               f"{share[0]:37.1%} {share[1]:7.1%}")
     print(path)
 

@@ -6,6 +6,8 @@
 The gates are recorded as the layers hand them to the recurrence, and averaged over all tokens. A checkpoint in bfloat16
 rounds them by about a hundredth: --dtype float32 takes them exactly.
 """
+from statistics import median
+
 import torch
 
 import gdn
@@ -46,7 +48,7 @@ def main(*, model="tiny", documents="stdlib", docs=8, tokens=4096, segment=256, 
     found = gdn.read_json(path)["results"]
     print(f"{'layer':>5}  horizon in tokens: least, median, most of its heads   mean write strength")
     for layer, heads, b in zip(found["layers"], found["horizon"], found["write_strength"]):
-        print(f"{layer:5}  {min(heads):23.1f} {sorted(heads)[len(heads) // 2]:9.1f} {max(heads):9.1f} {sum(b) / len(b):26.3f}")
+        print(f"{layer:5}  {min(heads):23.1f} {median(heads):9.1f} {max(heads):9.1f} {sum(b) / len(b):26.3f}")
     print(f"{found['long_heads']} of {found['heads']} heads have a horizon over 4,096 tokens, "
           f"{found['short_share']:.0%} one of at most 256\n{path}")
 

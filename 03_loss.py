@@ -33,8 +33,9 @@ def main(*, model="tiny", documents="stdlib", docs=8, tokens=4096, segment=256, 
     arguments["ranks"] = ranks = gdn.check_ranks(ranks, model)
     if keep not in gdn.KEEP:
         raise gdn.Error(f"--keep is one of {', '.join(gdn.KEEP)}, not {keep!r}")
-    if gdn.whole("tokens", tokens) <= gdn.whole("segment", segment):
-        raise gdn.Error(f"--tokens {tokens} never passes a boundary of --segment {segment}: nothing would be truncated")
+    if gdn.whole("tokens", tokens) <= gdn.whole("segment", segment) + 1:        # the last token predicts nothing
+        raise gdn.Error(f"--tokens {tokens} holds no prediction after a boundary of --segment {segment}: nothing would be "
+                        f"truncated")
     every = [None, *ranks]                                                      # None: the model untouched
     groups = gdn.row_groups(every, rows)
 

@@ -299,7 +299,8 @@ def read_record(path):
         record = gdn.read_json(path)
         [0.0 + seconds for seconds in record["timing"].values()]
         [0.0 + sample["scores"][name] for sample in record["results"]["samples"] for name in sample["scores"]]
-        if not isinstance(record["model"], str) or not record["arguments"].get("ranks") or len(record["timing"]) != 4:
+        if not isinstance(record["model"], str) or not record["arguments"].get("ranks") or len(record["timing"]) != 4 \
+                or not record["environment"].get("torch"):
             raise TypeError
         return record
     except (KeyError, TypeError, AttributeError):
@@ -347,28 +348,27 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
         if shortest > length:
             raise gdn.Error(f"--lengths {length} is too short for {task}: the shortest that works with this tokenizer is "
                             f"{shortest}")
-        if file is None and length <= segment:
-            raise gdn.Error(f"--lengths {length} never passes a boundary of --segment {segment}: nothing would be truncated")
+        if file is None and length - NEW_TOKENS[family(task)] <= segment:
+            raise gdn.Error(f"--lengths {length} leaves {task} no prompt beyond the first boundary of --segment {segment}: "
+                            f"nothing would be truncated")
     files = {}
     for (task, length), file in todo.items():
         same = {"model": model, "ranks": ranks, "seed": seed, "segment": segment, "dtype": dtype,
                 "data_sha256": file and hashlib.sha256(file.read_bytes()).hexdigest()}
         path = folder / "04_ruler" / f"{task}_{length}.json"
         record = read_record(path)
-        for name, value in same.items() if record else ():
-            before = record["arguments"].get(name)
-            if before != value and not (name == "model" and gdn.locate(before) == gdn.locate(value)):
-                raise gdn.Error(f"{path} was made with --{name} {before}, not {value}: run it with the same flags to go on, "
-                                f"or delete it, or give another --results, to start over")
-        files[task, length] = path, same
+        gdn.check_same(path, record, same)
+        files[task, length] = path, same, record
     net, tokenizer, layers = gdn.begin("04_ruler", arguments)
+    environment = gdn.environment(net)
+    for path, _, record in files.values():
+        gdn.check_same(path, record, {"weights": environment["weights"]})
     stop = net.generation_config.eos_token_id
     stop = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])}
     for (task, length), file in todo.items():
-        path, same = files[task, length]
+        path, same, record = files[task, length]
         given = upstream_samples(file, samples) if file else None
         total = len(given) if given else samples
-        record = gdn.read_json(path)                              # checked above
         done = record["results"]["samples"] if record else []
         seconds = record["timing"] if record else dict.fromkeys(
             ("tokens_per_second", "model_seconds", "truncate_seconds", "total_seconds"), 0.0)
@@ -395,11 +395,11 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
             gdn.write_json(path, {
                 "script": "04_ruler", "model": model,
                 "arguments": {**json.loads(json.dumps(arguments)), **same, "task": task, "length": length},
-                "environment": gdn.environment(net), "timing": seconds,
+                "environment": environment, "timing": seconds,
                 "results": {"layers": layers, "state": gdn.state_shape(net), "samples": done, "change": change}})
             bar.set_postfix_str(" ".join(f"{name}:{sum(s) / len(s):.0f}" for name, s in scores.items()))
     print(f"{'task':<16} {'length':>7} {'samples':>7} {'full':>6}   change in points ± standard error at rank")
-    for path, _ in files.values():
+    for path, *_ in files.values():
         record = gdn.read_json(path)
         done = record["results"]["samples"]
         print(f"{record['arguments']['task']:<16} {record['arguments']['length']:>7} {len(done):>7} "

@@ -85,6 +85,8 @@ def read_model(folder):
     if all(values is not None for values in both) and both[0].shape != both[1].shape:
         problems.append("02_decay.json has other heads than 01_spectrum.json: delete one and run its stage again")
         del found["02_decay.json"]
+    if len({run["environment"].get("weights") for run in found.values()}) > 1:
+        problems.append("its files come from different weights: delete the older ones and run their stages again")
     if not any(name.startswith("04_ruler/") for name in found):
         problems.append("04_ruler has not run")
     return found, problems
@@ -125,7 +127,8 @@ def ranks_of_long_heads(model):
 def task(name, lengths, ranks):
     """The changes measured on a task at some ranks, and how its runs differ from the post's."""
     def runs(model):
-        return [run for file, run in model.items() if file.startswith("04_ruler/") and run["task"] == name]
+        every = [run for file, run in model.items() if file.startswith("04_ruler/") and run["task"] == name]
+        return [run for run in every if run["length"] in lengths] or every
 
     def measured(model):
         return "; ".join(f"at {run['length']:,}: full state {run['full']:.0f}, " + ", ".join(

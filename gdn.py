@@ -453,7 +453,8 @@ def stdlib_files(held_out):
     """Python's own source files: the fifth that is held out for evaluation, or the rest, which tiny/ is trained on.
 
     The one rule: a file is held out when the SHA-256 of its name, relative to the library's folder, is 0 modulo 5; files
-    come in the order of that hash. Tests, tables, generated files and other people's packages are in neither part.
+    come in the order of that hash. Test suites, encodings, lib2to3, IDLE and other people's packages are in neither part.
+    The library differs between Python versions, and so do its files.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "config"}
@@ -516,8 +517,8 @@ def check_run(arguments):
     if arguments["dtype"] not in DTYPES:
         raise Error(f"--dtype is one of {', '.join(DTYPES)}, not {arguments['dtype']!r}")
     try:
-        torch.zeros(1, device=resolve(arguments["device"])).item()
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=resolve(arguments["device"]), dtype=torch.float64).item()         # which Apple's mps has not
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise Error(f"--device {arguments['device']!r} is not to be had here: {first_line(error)}") from None
     folder = result_folder(arguments["model"], arguments["results"])
     try:
@@ -554,17 +555,35 @@ def state_shape(net):
     return [config.linear_value_head_dim, config.linear_key_head_dim]
 
 
+def fingerprint(net):
+    """Eight digits that tell weights apart: a hash of some thousand evenly spaced values of every tensor."""
+    digest = hashlib.sha256()
+    for tensor in net.state_dict().values():
+        digest.update(tensor.flatten()[::max(tensor.numel() // 4096, 1)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:8]
+
+
 def environment(net):
     gpu = f" ({torch.cuda.get_device_name(net.device)})" if net.device.type == "cuda" else ""
     return {"torch": torch.__version__, "transformers": transformers.__version__, "device": f"{net.device}{gpu}",
-            "dtype": str(net.dtype)[6:]}
+            "dtype": str(net.dtype)[6:], "weights": fingerprint(net)}
+
+
+def check_same(path, record, wanted):
+    """Raise Error if a result file (its record, {} for none) was made with other values of wanted arguments or weights."""
+    made = {**record.get("arguments", {}), "weights": record.get("environment", {}).get("weights")} if record else wanted
+    for name, value in wanted.items():
+        if made.get(name) != value and not (name == "model" and locate(str(made.get(name))) == locate(value)):
+            what = "the weights" if name == "weights" else f"--{name.removesuffix('_sha256')}"
+            raise Error(f"{path} was made with {what} {made.get(name)}, not {value}: run it with the same to go on, or delete "
+                        f"it, or give another --results, to start over")
 
 
 def measure_documents(script, arguments, measure, summarise, rows=1, suffix=""):
     """Stages 01 to 03: measure every document, save each as it is done, and write results/<model>/<script><suffix>.json.
 
-    A run that was killed leaves a .part.json; the next one with the same flags goes on from it. A finished file is never
-    replaced by one with other flags.
+    A run that was killed leaves a .part.json; the next one with the same flags goes on from it. A finished file is left
+    as it is, and never replaced by one of other flags or weights.
 
     Args:
         arguments: the script's flags, as it ran with them.
@@ -575,18 +594,20 @@ def measure_documents(script, arguments, measure, summarise, rows=1, suffix=""):
     folder = check_run(arguments)
     model_config(arguments["model"])
     found = documents(arguments["documents"], load_tokenizer(arguments["model"]), arguments["docs"], arguments["tokens"])
+    path = folder / f"{script}{suffix}.json"
+    before, same = read_json(path), json.loads(json.dumps(arguments))
+    for flag in ("rows", "results"):                              # no number depends on them, but for rounding
+        same.pop(flag, None)
+    check_same(path, before, same)
     net, _, layers = begin(script, arguments)
     print(f"{len(found)} documents of {arguments['tokens']} tokens from {arguments['documents']}: "
           f"{', '.join(name for name, *_ in found[:3])}{', ...' if len(found) > 3 else ''}", file=sys.stderr)
-    key = {"arguments": json.loads(json.dumps(arguments)), "environment": environment(net),
+    key = {"arguments": same, "environment": environment(net),
            "documents": [{"name": name, "sha256": sha} for name, sha, _ in found]}
-    path = folder / f"{script}{suffix}.json"
-    before = read_json(path)
-    for flag, value in key["arguments"].items() if before else ():
-        old = before.get("arguments", {}).get(flag)
-        if old != value and flag not in ("model", "rows", "results"):
-            raise Error(f"{path} was made with --{flag} {old}, not {value}: delete it, or give another --results, to start "
-                        f"over")
+    check_same(path, before, {"weights": key["environment"]["weights"]})
+    if before.get("environment") == key["environment"] and before.get("results", {}).get("documents") == key["documents"]:
+        print(f"{path} is complete: delete it to measure again", file=sys.stderr)
+        return path
     part = path.with_suffix(f".{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}.part.json")
     done = read_json(part).get("done", [])
     if done:
@@ -599,7 +620,7 @@ def measure_documents(script, arguments, measure, summarise, rows=1, suffix=""):
     seconds = {k: sum(d["seconds"][k] for d in done) for k in ("model", "boundary", "total")}
     tokens = sum(ids.numel() for *_, ids in found) * rows
     write_json(path, {
-        "script": script, "model": arguments["model"], "arguments": key["arguments"], "environment": key["environment"],
+        "script": script, "model": arguments["model"], "arguments": arguments, "environment": key["environment"],
         "timing": {"tokens_per_second": tokens / seconds["total"], "model_seconds": seconds["model"],
                    "truncate_seconds": seconds["boundary"], "total_seconds": seconds["total"]},
         "results": {"layers": layers, "state": state_shape(net), "documents": key["documents"],

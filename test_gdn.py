@@ -692,7 +692,7 @@ def test_result_files_have_the_documented_keys_and_their_means_can_be_recomputed
         data = gdn.read_json(path)
         assert set(data) == {"script", "model", "arguments", "environment", "timing", "results"}, path
         assert set(data["timing"]) == {"tokens_per_second", "model_seconds", "truncate_seconds", "total_seconds"}
-        assert set(data["environment"]) == {"torch", "transformers", "device", "dtype"}
+        assert set(data["environment"]) == {"torch", "transformers", "device", "dtype", "weights"}
     found = gdn.read_json(results / "recurrent" / "03_loss.json")["results"]
     assert list(found["loss"]) == ["full", "64", "16", "2"] and all(len(v) == 2 for v in found["loss"].values())
     assert found["change"]["64"]["mean"] == pytest.approx(0, abs=1e-6)
@@ -822,6 +822,28 @@ def test_a_finished_result_is_not_replaced_by_a_run_with_other_flags(results):
     assert (results / "recurrent" / "03_loss.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("stage, flags", [
+    (spectrum, dict(docs=2, tokens=700)), (decay, dict(docs=2, tokens=700)),
+    (loss, dict(docs=2, tokens=700, ranks="64,16,2", rows=1)),
+    (ruler, dict(tasks="niah_multikey_2,vt", lengths=512, samples=2, ranks="32,2"))])
+def test_a_finished_result_is_not_measured_again_nor_mixed_with_other_weights(monkeypatch, results, stage, flags):
+    before = {path: path.read_bytes() for path in (results / "recurrent").glob("**/*.json")}
+    monkeypatch.setattr(gdn, "segments", lambda *_: pytest.fail("it ran again"))
+    stage.main(**flags, results=str(results))
+    monkeypatch.setattr(gdn, "fingerprint", lambda net: "0123abcd")
+    with pytest.raises(gdn.Error, match="the weights .*, not 0123abcd"):
+        stage.main(**flags, results=str(results))
+    assert before == {path: path.read_bytes() for path in (results / "recurrent").glob("**/*.json")}
+
+
+def test_the_same_weights_have_the_same_fingerprint_and_weights_trained_further_another():
+    net = random_model("qwen3_5")
+    before = gdn.fingerprint(net)
+    assert before == gdn.fingerprint(random_model("qwen3_5"))
+    net.lm_head.weight.data *= 1.001
+    assert gdn.fingerprint(net) != before
+
+
 def test_results_of_another_model_are_never_overwritten(tmp_path, results):
     folder = tmp_path / "results" / "recurrent"
     folder.mkdir(parents=True)
@@ -848,8 +870,8 @@ def test_a_mistake_on_the_command_line_ends_in_one_sentence_and_a_non_zero_exit_
 @pytest.mark.parametrize("stage, flags", [
     (loss, {"ranks": 0}), (loss, {"ranks": "8,x"}), (loss, {"ranks": ""}), (loss, {"ranks": 1.5}), (loss, {"keep": "best"}),
     (loss, {"rows": 0}), (loss, {"tokens": -5}), (loss, {"docs": True}), (loss, {"segment": 2.5}), (loss, {"dtype": "int8"}),
-    (spectrum, {"tokens": 400}), (loss, {"tokens": 256}), (ruler, {"lengths": "-512"}),
-    (ruler, {"lengths": 512, "segment": 512, "tasks": "vt"}), (ruler, {"samples": 0}),
+    (spectrum, {"tokens": 400}), (loss, {"tokens": 257}), (ruler, {"lengths": "-512"}),
+    (ruler, {"lengths": 384, "tasks": "niah_single_1"}),    (ruler, {"lengths": 512, "segment": 512, "tasks": "vt"}), (ruler, {"samples": 0}),
     (ruler, {"data": "no/such.jsonl"}), (ruler, {"seed": "x"}), (decay, {"device": "cuda:99"})])
 def test_a_bad_value_is_an_error_before_the_model_is_loaded(monkeypatch, tmp_path, stage, flags):
     monkeypatch.setattr(gdn, "load_model", lambda *_: pytest.fail("the model was loaded"))
@@ -909,6 +931,36 @@ def test_the_trainers_fast_functions_equal_transformers_forward_and_backward(mon
     fast.patch()
     for a, b in zip(gradients(), want):
         torch.testing.assert_close(a, b, atol=2e-4 * b.abs().max().item(), rtol=0)
+
+
+def test_the_trainer_asks_as_04_does_and_takes_the_remaining_common_words_in_any_order(tiny):
+    train, tokenizer = script("tiny/train.py"), tiny[1]
+    for task in train.TASKS:
+        for length in (256, 512, 1024):
+            ids, marks, right = train.task_sequence(task, length, Random(length), tokenizer)
+            assert len(ids) == len(marks) <= length and ids[-1] == tokenizer.eos_token_id
+            context, question, first = (tokenizer.decode(ids[marks == mark]) for mark in (0, 1, 2))
+            assert context.startswith(ruler.make_sample(task, 512, 0, 0, tokenizer)[0]["prompt"].split("\n")[0])
+            assert re.search(r"\? The .* (is|are)$", question) and first.split("<|endoftext|>")[0].strip() in context
+            assert all(ids[position] in tokens for position, tokens in right.items())
+            assert not right or len(right) == (marks >= 2).sum() - (ids == tokenizer.eos_token_id).sum()
+    ids, marks, right = train.task_sequence("cwe", 512, Random(0), tokenizer)
+    words = tokenizer.decode(ids[marks >= 2]).replace("<|endoftext|>", "").split()
+    starts = [int((marks == mark).nonzero()[0]) for mark in range(2, 12)]
+    assert len(words) == 10 and [right[start] for start in starts] == [
+        [tokenizer(" " + word).input_ids[0] for word in words[n:]] for n in range(10)]
+    assert words != sorted(words, key=tokenizer.decode(ids).split().index)                   # taught in no order at all
+
+
+def test_the_trainers_loss_is_minus_log_of_the_probability_of_all_that_is_right():
+    train, net = script("tiny/train.py"), random_model("qwen3_5")
+    hidden, mask = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([[False, True, True]])
+    p = torch.softmax(hidden[0, :2] @ net.lm_head.weight.T, -1)
+    loss, hit = train.loss_at(net, hidden, torch.tensor([[[0, 0, 0], [7, 9, 7], [5, 5, 5]]]), mask)
+    torch.testing.assert_close(loss, -torch.stack([p[0, 7] + p[0, 9], p[1, 5]]).log())
+    torch.testing.assert_close(train.loss_at(net, hidden, torch.tensor([[0, 7, 5]]), mask)[0], -torch.stack([p[0, 7], p[1, 5]]).log())
+    best = p.argmax(-1)
+    assert not hit.any() and train.loss_at(net, hidden, torch.stack([best, best, best], 1)[None, [0, 0, 1]], mask)[1].all()
 
 
 def test_the_trainer_lowers_the_loss_goes_on_where_it_was_and_writes_a_loadable_checkpoint(tmp_path):

@@ -34,14 +34,17 @@ spec.loader.exec_module(ruler)
 
 LINEAR, FULL = "linear_attention", "full_attention"
 ORDER = {"hybrid": [LINEAR, LINEAR, LINEAR, FULL], "recurrent": [FULL, LINEAR, LINEAR, LINEAR]}
-STEPS = {"hybrid": 3600, "recurrent": 4600}
-LENGTHS = [128, 192, 256, 384, 512, 768, 1024]           # the curriculum: tokens in a sequence
+STEPS = {"hybrid": 6400, "recurrent": 4500}
+GROWING = {"hybrid": 2500, "recurrent": 2200}            # steps of the curriculum; then all lengths are mixed
+ENOUGH = {"hybrid": 0.8, "recurrent": 0.7}               # skill at which the curriculum makes a task longer
+LENGTHS = [128, 192, 256, 384, 512]                      # the curriculum: tokens in a sequence
 TASK_TOKENS, TEXT_TOKENS = 3072, 1024                    # of a step
 MICRO = 1024                                             # tokens in one forward pass: what the processor's cache holds
 # A task's share of the sequences, roughly how many tokens one unit of its size takes, and its shortest sequence.
-TASKS = {"niah_multikey_2": (8, 20, 0), "niah_single_1": (2, 7, 0), "niah_multikey_1": (3, 19, 256),
-         "niah_multivalue": (1, 19, 256), "niah_multiquery": (1, 19, 256), "vt": (4, 7, 0), "cwe": (5, 5.6, 0),
+TASKS = {"niah_multikey_2": (6, 20, 128), "niah_single_1": (2, 7, 128), "niah_multikey_1": (2, 19, 256),
+         "niah_multivalue": (1, 19, 256), "niah_multiquery": (1, 19, 256), "vt": (3, 7, 128), "cwe": (4, 5.6, 128),
          "fwe": (4, 2.3, 192)}
+ANY_ORDER = ("niah_multivalue", "cwe", "fwe")            # whose references are right in any order
 WEIGHTS = {"context": 0.1, "question": 0.5, "answer": 1.0}       # of the mean losses of a task's tokens; text has 1
 
 
@@ -111,8 +114,10 @@ def save(model, tokenizer, out):
 def task_sequence(task, length, rng, tokenizer):
     """One context with up to five questions, the first exactly in the form of 04_ruler.py.
 
-    Returns ids [T <= length] and marks [T]: 0 in the context, 1 in a question and the answer's prefix, 2 in an answer and
-    its end-of-text token. Short sequences get easier tasks: fewer needles, hops, common words and repeats.
+    Returns ids [T <= length]; marks [T]: 0 in the context, 1 in a question and the answer's prefix, 2, 3, ... in the first,
+    second, ... reference of the answers, end-of-text token included; and {position: tokens that are right there}, for
+    where another word of the answer could as well come next. Short sequences get easier tasks: fewer needles, hops,
+    common words and repeats.
     """
     def encode(text):
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -125,7 +130,7 @@ def task_sequence(task, length, rng, tokenizer):
     elif family == "cwe":
         room -= 25
         repeats = rng.choice([(6, 1), (6, 1), (4, 1), (3, 1)])
-        common = min(10, int(0.85 * room / unit / (repeats[0] + 3.5)))
+        common = min(10, int(0.9 * room / unit / (repeats[0] + 1.2)))
         room -= common * (repeats[0] * unit + 4)
     elif family == "fwe":
         room -= 40
@@ -137,29 +142,42 @@ def task_sequence(task, length, rng, tokenizer):
     size, seed = max(int(room / unit), smallest), rng.random()
     while True:
         context, found = ruler.build(task, size, Random(seed), length, hops=hops, common=common, repeats=repeats)
-        ids, marks = [], []
+        ids, marks, right = [], [], {}
         for i, (question, prefix, references) in enumerate(found[:5]):
             ask = encode((context if i == 0 else "") + question + prefix)
-            answer = encode(" " + " ".join(references)) + [tokenizer.eos_token_id]
-            if ids and len(ids) + len(ask) + len(answer) > length:
+            if task in ANY_ORDER:
+                references = rng.sample(references, len(references))
+            words = [encode(" " + reference) for reference in references]
+            if ids and len(ids) + len(ask) + sum(map(len, words)) + 1 > length:
                 break
             before = len(encode(context)) if i == 0 else 0
-            ids += ask + answer
-            marks += [0] * before + [1] * (len(ask) - before) + [2] * len(answer)
+            ids += ask
+            marks += [0] * before + [1] * (len(ask) - before)
+            for n, word in enumerate(words):
+                for j in range(len(word) if task in ANY_ORDER else 0):
+                    right[len(ids) + j] = [w[j] for w in words[n:] if len(w) > j and w[:j] == word[:j]]
+                word = word + [tokenizer.eos_token_id] * (n + 1 == len(words))
+                ids, marks = ids + word, marks + [max(*marks, 1) + 1] * len(word)
         if len(ids) <= length or size <= max(smallest - 1, 1):
-            return torch.tensor(ids[:length]), torch.tensor(marks[:length])
+            return torch.tensor(ids[:length]), torch.tensor(marks[:length]), right
         size = min(size - 1, int(size * 0.93))
 
 
-def task_batch(length, rng, tokenizer):
-    """ids and marks [B, length] (see task_sequence; -1 is padding), and the names of the tasks."""
-    fitting = {task: share for task, (share, _, shortest) in TASKS.items() if length >= shortest}
-    names = rng.choices(list(fitting), list(fitting.values()), k=TASK_TOKENS // length)
+def task_batch(names, length, rng, tokenizer):
+    """ids and marks [B, length] (see task_sequence; -1 is padding) of the named tasks, and right [B, length, 10]: the
+    tokens that are right at a position, the one in ids among them."""
     ids, marks = torch.zeros(len(names), length, dtype=torch.long), torch.full((len(names), length), -1)
+    also = []
     for row, task in enumerate(names):
-        x, mark = task_sequence(task, length, rng, tokenizer)
+        x, mark, others = task_sequence(task, length, rng, tokenizer)
         ids[row, :len(x)], marks[row, :len(x)] = x, mark
-    return ids, marks, names
+        also += [(row, position, i, token) for position, tokens in others.items() if position < length
+                 for i, token in enumerate(tokens)]
+    marks[:, 0] = -1                                                # nothing predicts the first token
+    right = ids[:, :, None].repeat(1, 1, 10)
+    for row, position, i, token in also:
+        right[row, position, i] = token
+    return ids, marks, right
 
 
 def text_batch(length, rng, text):
@@ -170,35 +188,44 @@ def text_batch(length, rng, text):
 
 # ---- training --------------------------------------------------------------------------------------------------------
 
-def loss_at(model, hidden, ids, mask):
-    """Cross-entropies [N] and hits [N] of the tokens where mask [B, T] is set, each predicted from the position before."""
+def loss_at(model, hidden, right, mask):
+    """Losses [N] and hits [N] of the tokens where mask [B, T] is set, each predicted from the position before: minus the
+    logarithm of the probability of all that is right there, right [B, T] or [B, T, choices]."""
     logits = F.linear(hidden[:, :-1][mask[:, 1:]], model.lm_head.weight)
-    target = ids[:, 1:][mask[:, 1:]]
-    return F.cross_entropy(logits, target, reduction="none"), logits.argmax(-1) == target
+    right = right[:, 1:][mask[:, 1:]]
+    if right.ndim == 1:
+        return F.cross_entropy(logits, right, reduction="none"), logits.argmax(-1) == right
+    allowed = torch.zeros_like(logits, dtype=torch.bool).scatter(1, right, True)
+    return (logits.logsumexp(-1) - logits.masked_fill(~allowed, -math.inf).logsumexp(-1),
+            allowed.gather(1, logits.argmax(-1, keepdim=True))[:, 0])
 
 
-def backward(model, x_text, ids, marks, step):
-    """Add the gradients of one step: mean over text + mean over answers + 0.5 mean over questions + 0.1 mean over contexts.
+def backward(model, x_text, ids, marks, right, step):
+    """Add the gradients of one step: mean over text + mean over answers + 0.5 mean over questions + 0.1 mean over contexts,
+    where each sequence's answers weigh the same.
 
-    Returns the four losses, and which answer tokens were right.
+    Returns the four losses, and which tokens [B, T] are answers and not right.
     """
     text, _ = loss_at(model, model.model(x_text, use_cache=False).last_hidden_state, x_text, torch.ones_like(x_text) > 0)
     text.mean().backward()
     # A quarter of the contexts' tokens is enough, and the head over the vocabulary is a third of the work.
     skipped = torch.rand(marks.shape, generator=torch.Generator().manual_seed(step)) > 0.25
-    masks = [(marks == 0) & ~skipped, marks == 1, marks == 2]
-    losses, hits = {"text": text.mean().item(), **dict.fromkeys(WEIGHTS, 0.0)}, []
+    masks = {"context": (marks == 0) & ~skipped, "question": marks == 1, "answer": marks >= 2}
+    shares = {kind: mask / mask.sum() for kind, mask in masks.items()}
+    shares["answer"] = masks["answer"] / masks["answer"].sum(1, keepdim=True).clamp(min=1) / len(ids)
+    losses, wrong = {"text": text.mean().item(), **dict.fromkeys(WEIGHTS, 0.0)}, torch.zeros_like(marks, dtype=torch.bool)
     rows = max(MICRO // ids.shape[1], 1)
     for part in (slice(i, i + rows) for i in range(0, len(ids), rows)):
         hidden, total = model.model(ids[part], use_cache=False).last_hidden_state, 0.0
-        for mask, (kind, weight) in zip(masks, WEIGHTS.items()):
-            ce, hit = loss_at(model, hidden, ids[part], mask[part])
-            mean = ce.sum() / mask.sum()
+        for kind, weight in WEIGHTS.items():
+            mask = masks[kind][part]
+            loss, hit = loss_at(model, hidden, (right if kind == "answer" else ids)[part], mask)
+            mean = (loss * shares[kind][part][mask]).sum()
             losses[kind] += mean.item()
             total = total + weight * mean
         total.backward()
-        hits.append(hit)
-    return losses, torch.cat(hits)
+        wrong[part][masks["answer"][part]] = ~hit
+    return losses, wrong
 
 
 def train(name, steps=None, out=None, minutes=None):
@@ -206,7 +233,7 @@ def train(name, steps=None, out=None, minutes=None):
 
     Args:
         name: hybrid or recurrent.
-        steps: optimiser steps of about 4,096 tokens, the last 40 % with a falling learning rate (3,600 and 4,600).
+        steps: optimiser steps of about 4,096 tokens, the last 40 % with a falling learning rate.
         out: the folder to write; tiny/NAME by default.
         minutes: stop after so long; the next run goes on from the folder's checkpoint.pt.
     """
@@ -226,41 +253,51 @@ def train(name, steps=None, out=None, minutes=None):
             for i in (*tokenizer(path.read_text(errors="replace")).input_ids, tokenizer.eos_token_id)]
     text = torch.tensor(text)
 
-    # Skill is a running share of answer tokens right, by task; level is the curriculum's.
-    state = {"step": 0, "level": 0, "skill": dict.fromkeys(TASKS, 0.0), "tokens": 0, "seconds": 0.0, "log": []}
+    # Skill is a running share of references right, by task, where all that comes before is given; level is the curriculum's.
+    state = {"step": 0, "skill": dict.fromkeys(TASKS, 0.0), "tokens": 0, "seconds": 0.0, "log": [],
+             "level": {task: LENGTHS.index(shortest) for task, (_, _, shortest) in TASKS.items()}}
     if saved.exists():
         loaded = torch.load(saved, weights_only=False)
         model.load_state_dict(loaded.pop("model"))
         for optimizer, values in zip(optimizers, loaded.pop("optimizers")):
             optimizer.load_state_dict(values)
         state = loaded
-    skill, since, recent, began = state["skill"], state["seconds"], [], time.time()
+    skill, level, since, recent, began = state["skill"], state["level"], state["seconds"], [], time.time()
     bar = tqdm(range(state["step"], steps), initial=state["step"], total=steps, desc=name, mininterval=5)
     for step in bar:
         rng = Random(f"train {name} {step}")                        # 04_ruler.py seeds its samples by number, never so
-        late = step >= 0.6 * steps
+        mixed = step >= GROWING[name]
         for optimizer, peak in zip(optimizers, peaks):
             optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / 100, (steps - step) / (0.4 * steps))
-        if late:
-            length = rng.choice([256, 512, 512, 1024])
+        # A task comes as often as it has a share and as its references are wrong.
+        # `recurrent` finds no needle for long unless all is short at first: nothing gets longer than its needles do.
+        longest = LENGTHS[level["niah_multikey_2"]] if name == "recurrent" and not mixed else 1024
+        fitting = {task: share * (1.1 - skill[task]) for task, (share, _, shortest) in TASKS.items() if shortest <= longest}
+        if mixed:
+            length = rng.choice([192, 256, 384, 512, 512, 1024])
+            fitting = {task: need for task, need in fitting.items() if TASKS[task][2] <= length}
         else:
-            length = LENGTHS[state["level"] if rng.random() < 0.7 else rng.randint(0, state["level"])]
-        x_text = text_batch(4096 if late and rng.random() < 0.1 else max(length, 256), rng, text)
-        ids, marks, names = task_batch(length, rng, tokenizer)
-        losses, hit = backward(model, x_text, ids, marks, step)
+            top = level[rng.choices(list(fitting), list(fitting.values()))[0]]
+            length = min(LENGTHS[top if rng.random() < 0.7 else rng.randint(0, top)], longest)
+            fitting = {task: need for task, need in fitting.items() if TASKS[task][2] <= length <= LENGTHS[level[task]]}
+        names = rng.choices(list(fitting), list(fitting.values()), k=TASK_TOKENS // length)
+        x_text = text_batch(4096 if mixed and rng.random() < 0.1 else max(length, 256), rng, text)
+        ids, marks, right = task_batch(names, length, rng, tokenizer)
+        losses, wrong = backward(model, x_text, ids, marks, right, step)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
-        row_of_hit = (marks == 2)[:, 1:].nonzero()[:, 0]
         for row, task in enumerate(names):
-            if (row_of_hit == row).any():
-                skill[task] += 0.05 * (hit[row_of_hit == row].float().mean().item() - skill[task])
-        # Longer and harder as soon as most needles of this length are found, by competence and not by the clock.
-        if not late and state["level"] + 1 < len(LENGTHS) and min(skill["niah_multikey_2"], skill["niah_single_1"]) > 0.8:
-            state["level"] += 1
-            skill["niah_multikey_2"] = 0.5                          # measured anew at the new length
+            references = marks[row].max().item() - 1
+            if references > 0 and (mixed or length == LENGTHS[level[task]]):
+                right_ones = references - marks[row][wrong[row]].unique().numel()
+                skill[task] += 0.05 * (right_ones / references - skill[task])
+            # Longer and harder as soon as most references of this length are right, by competence and not by the clock.
+            if not mixed and skill[task] > ENOUGH[name] and level[task] + 1 < len(LENGTHS):
+                level[task] += 1
+                skill[task] = 0.5                                   # measured anew at the new length
         state["tokens"] += ids.numel() + x_text.numel()
         state["step"], state["seconds"] = step + 1, since + time.time() - began
         recent.append(losses)
@@ -268,9 +305,10 @@ def train(name, steps=None, out=None, minutes=None):
         if (step + 1) % 25 == 0 or last:
             means = {kind: round(sum(one[kind] for one in recent) / len(recent), 3) for kind in losses}
             state["log"].append({"step": step + 1, "tokens": state["tokens"], "minutes": round(state["seconds"] / 60, 1),
-                                 "length": LENGTHS[state["level"]], **means, **{t: round(100 * s) for t, s in skill.items()}})
+                                 **means, "skill": {task: round(100 * share) for task, share in skill.items()},
+                                 "length": {task: LENGTHS[i] for task, i in level.items()}})
             (out / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in state["log"]))
-            bar.set_postfix_str(f"length {LENGTHS[state['level']]} text {means['text']} answer {means['answer']}")
+            bar.set_postfix_str(f"text {means['text']} answer {means['answer']}")
             recent = []
         if (step + 1) % 50 == 0 or last:
             torch.save({**state, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]},
