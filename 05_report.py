@@ -49,7 +49,7 @@ def changes(full, others):
 def loss(data):
     values, (V, K) = data["results"]["loss"], data["results"]["state"]
     1 / (V * K), values["full"][0]
-    return {"full": float(np.mean(values["full"])), "n": len(values["full"]), "change": changes(values["full"], values),
+    return {"full": float(np.mean(values["full"])), "change": changes(values["full"], values),
             "state": data["results"]["state"]}
 
 

@@ -780,6 +780,28 @@ def test_a_result_file_of_an_unexpected_shape_is_called_damaged_and_never_ends_t
             raise gdn.Error("is damaged")
 
 
+def test_the_report_says_when_a_models_files_come_from_different_weights(results, tmp_path):
+    shutil.copytree(results / "recurrent", tmp_path / "recurrent")
+    data = gdn.read_json(results / "recurrent" / "02_decay.json")
+    data["environment"]["weights"] = "0123abcd"
+    gdn.write_json(tmp_path / "recurrent" / "02_decay.json", data)
+    for folder, says in ((tmp_path, True), (results, False)):
+        report.main(results=str(folder))
+        assert ("different weights" in (folder / "report.md").read_text()) == says
+
+
+def test_a_claim_is_compared_at_the_posts_lengths_where_they_were_run(results, tmp_path):
+    folder = tmp_path / "recurrent" / "04_ruler"
+    folder.mkdir(parents=True)
+    for length in (512, 16384, 65536, 131072):
+        data = gdn.read_json(results / "recurrent" / "04_ruler" / "vt_512.json")
+        data["arguments"]["length"] = length
+        gdn.write_json(folder / f"vt_{length}.json", data)
+    report.main(results=str(tmp_path))
+    row = next(line for line in (tmp_path / "report.md").read_text().splitlines() if "variable tracking (vt) at 64K" in line)
+    assert "at 65,536" in row and "at 512" not in row and "other lengths" not in row
+
+
 def test_a_claim_counts_as_the_same_scope_only_for_the_posts_model_documents_and_length(results, tmp_path):
     data = gdn.read_json(results / "recurrent" / "02_decay.json")
     data["model"] = "Qwen/Qwen3.5-0.8B"

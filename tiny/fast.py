@@ -1,4 +1,4 @@
-"""Faster training of transformers' Qwen3_5ForCausalLM on a CPU, in float32: patch() replaces four of its functions.
+"""Faster training of transformers' Qwen3_5ForCausalLM on a CPU, in float32: patch() replaces five of its functions.
 
 Each computes what the original computes, forward and backward (test_gdn.py compares them), with far fewer passes over
 memory: train.py does 1.6 times as many tokens a second. For training only: calls with a cache are left to the originals.
