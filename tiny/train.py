@@ -34,8 +34,8 @@ spec.loader.exec_module(ruler)
 
 LINEAR, FULL = "linear_attention", "full_attention"
 ORDER = {"hybrid": [LINEAR, LINEAR, LINEAR, FULL], "recurrent": [FULL, LINEAR, LINEAR, LINEAR]}
-STEPS = {"hybrid": 6400, "recurrent": 4500}
-GROWING = {"hybrid": 2500, "recurrent": 2200}            # steps of the curriculum; then all lengths are mixed
+STEPS = {"hybrid": 6400, "recurrent": 4400}
+GROWING = {"hybrid": 2500, "recurrent": 2600}            # steps of the curriculum; then all lengths are mixed
 ENOUGH = {"hybrid": 0.8, "recurrent": 0.7}               # skill at which the curriculum makes a task longer
 LENGTHS = [128, 192, 256, 384, 512]                      # the curriculum: tokens in a sequence
 TASK_TOKENS, TEXT_TOKENS = 3072, 1024                    # of a step
