@@ -121,7 +121,9 @@ def loss_at(rank):
 
 def ranks_of_long_heads(model):
     long = model["01_spectrum.json"]["effective_rank"][model["02_decay.json"]["horizon"] > 4096]
-    return f"{long.min():.0f} to {long.max():.0f} ({len(long)} heads)" if len(long) else "no such head"
+    if len(long) < 2:
+        return f"{long[0]:.0f} (one head)" if len(long) else "no such head"
+    return f"{long.min():.0f} to {long.max():.0f} ({len(long)} heads)"
 
 
 def task(name, lengths, ranks):
@@ -279,7 +281,7 @@ def draw_tasks(models):
     models = {name: runs for name, runs in models.items() if runs}
     if not models:
         return None
-    figure, axes = panels(models, width=5.2, height=4.2)
+    figure, axes = panels(models, width=5.2, height=4.8)
     kinds = sorted({(run["task"], run["length"]) for runs in models.values() for run in runs})
     for ax, runs in axes:
         for run in runs:
@@ -289,7 +291,7 @@ def draw_tasks(models):
                        "-" if i < 7 else "--")
         ax.axhline(0, color="grey", linewidth=1)
         rank_axis(ax, {rank for run in runs for rank in run["change"]})
-        ax.legend(fontsize=8, loc="lower left")
+        ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2)         # below: curves go anywhere
     axes[0][0].set_ylabel("change in score, points")
     return figure, "Change in task score against rank, mean ± standard error over samples."
 
