@@ -882,7 +882,8 @@ def run(*words):
 @pytest.mark.parametrize("words", [
     ("01_spectrum.py", "--modle", "tiny"), ("02_decay.py", "--docs", "0"), ("03_loss.py", "--ranks", "65"),
     ("03_loss.py", "--docs", "1", "--docs", "2"), ("03_loss.py", "--keep", "top,bottom"), ("03_loss.py", "--model"),
-    ("03_loss.py", "--device", "warp"), ("04_ruler.py", "--tasks", "vtt"), ("05_report.py", "--result", "x")])
+    ("03_loss.py", "--device", "warp"), ("04_ruler.py", "--tasks", "vtt"), ("05_report.py", "--result", "x"),
+    ("tiny/train.py", "--stpes", "5"), ("tiny/train.py", "--name", "hybird")])
 def test_a_mistake_on_the_command_line_ends_in_one_sentence_and_a_non_zero_exit_code(words):
     done = run(HERE / words[0], *words[1:])
     assert done.returncode != 0 and len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr, done.stderr
@@ -986,7 +987,7 @@ def test_the_trainers_loss_is_minus_log_of_the_probability_of_all_that_is_right(
 
 
 def test_the_trainer_lowers_the_loss_goes_on_where_it_was_and_writes_a_loadable_checkpoint(tmp_path):
-    trainer = [sys.executable, HERE / "tiny" / "train.py", "recurrent", "--out", str(tmp_path), "--steps"]
+    trainer = [sys.executable, HERE / "tiny" / "train.py", "--name", "recurrent", "--out", str(tmp_path), "--steps"]
     for steps in ("8", "20"):
         done = subprocess.run([*trainer, steps], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """Trains the bundled models, tiny/hybrid and tiny/recurrent, from nothing on a laptop's CPU.
 
-    python tiny/train.py recurrent                       # 80 minutes on one core; stop it, and it goes on where it was
-    python tiny/train.py hybrid --steps 20 --out /tmp/x  # a look
+    python tiny/train.py --name recurrent                       # 85 minutes on one core; stop it, and it goes on where it was
+    python tiny/train.py --name hybrid --steps 20 --out /tmp/x  # a look
 
 Both are Qwen3_5ForCausalLM with hidden size 128, three Gated DeltaNet layers of four 64 x 64 heads and one full-attention
 layer: last in `hybrid`, as in Qwen's order, first in `recurrent`, where it sees bare tokens and can retrieve nothing.
@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from random import Random
 
-import fire
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -228,18 +227,20 @@ def backward(model, x_text, ids, marks, right, step):
     return losses, wrong
 
 
-def train(name, steps=None, out=None, minutes=None):
+def train(*, name="recurrent", steps=None, out=None, minutes=None):
     """Train a bundled model and write its checkpoint, tokenizer and train.jsonl, a log of losses and skill.
 
     Args:
         name: hybrid or recurrent.
-        steps: optimiser steps of about 4,096 tokens, the last 40 % with a falling learning rate.
+        steps: optimiser steps of about 4,096 tokens, the last 40 % with a falling learning rate (6,400 and 4,400).
         out: the folder to write; tiny/NAME by default.
         minutes: stop after so long; the next run goes on from the folder's checkpoint.pt.
     """
     if name not in ORDER:
-        sys.exit(f"the bundled models are {' and '.join(ORDER)}, not {name!r}")
-    steps, out = steps or STEPS[name], Path(out or HERE / name)
+        raise gdn.Error(f"the bundled models are {' and '.join(ORDER)}, not {name!r}")
+    if not isinstance(minutes, (int, float, type(None))):
+        raise gdn.Error(f"--minutes is a number, not {minutes!r}")
+    steps, out = STEPS[name] if steps is None else gdn.whole("steps", steps), Path(str(out or HERE / name))
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)      # fast-decaying heads make denormals, which cost the processor half its speed
@@ -320,4 +321,4 @@ def train(name, steps=None, out=None, minutes=None):
 
 
 if __name__ == "__main__":
-    fire.Fire(train)
+    gdn.command(train)
