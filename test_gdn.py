@@ -894,7 +894,8 @@ def test_a_mistake_on_the_command_line_ends_in_one_sentence_and_a_non_zero_exit_
     (loss, {"ranks": 0}), (loss, {"ranks": "8,x"}), (loss, {"ranks": ""}), (loss, {"ranks": 1.5}), (loss, {"keep": "best"}),
     (loss, {"rows": 0}), (loss, {"tokens": -5}), (loss, {"docs": True}), (loss, {"segment": 2.5}), (loss, {"dtype": "int8"}),
     (spectrum, {"tokens": 400}), (loss, {"tokens": 257}), (ruler, {"lengths": "-512"}),
-    (ruler, {"lengths": 384, "tasks": "niah_single_1"}),    (ruler, {"lengths": 512, "segment": 512, "tasks": "vt"}), (ruler, {"samples": 0}),
+    (ruler, {"lengths": 384, "tasks": "niah_single_1"}),
+    (ruler, {"lengths": 512, "segment": 512, "tasks": "vt"}), (ruler, {"samples": 0}),
     (ruler, {"data": "no/such.jsonl"}), (ruler, {"seed": "x"}), (decay, {"device": "cuda:99"})])
 def test_a_bad_value_is_an_error_before_the_model_is_loaded(monkeypatch, tmp_path, stage, flags):
     monkeypatch.setattr(gdn, "load_model", lambda *_: pytest.fail("the model was loaded"))
@@ -981,9 +982,11 @@ def test_the_trainers_loss_is_minus_log_of_the_probability_of_all_that_is_right(
     p = torch.softmax(hidden[0, :2] @ net.lm_head.weight.T, -1)
     loss, hit = train.loss_at(net, hidden, torch.tensor([[[0, 0, 0], [7, 9, 7], [5, 5, 5]]]), mask)
     torch.testing.assert_close(loss, -torch.stack([p[0, 7] + p[0, 9], p[1, 5]]).log())
-    torch.testing.assert_close(train.loss_at(net, hidden, torch.tensor([[0, 7, 5]]), mask)[0], -torch.stack([p[0, 7], p[1, 5]]).log())
+    loss, _ = train.loss_at(net, hidden, torch.tensor([[0, 7, 5]]), mask)                    # one right token: cross-entropy
+    torch.testing.assert_close(loss, -torch.stack([p[0, 7], p[1, 5]]).log())
     best = p.argmax(-1)
-    assert not hit.any() and train.loss_at(net, hidden, torch.stack([best, best, best], 1)[None, [0, 0, 1]], mask)[1].all()
+    assert hit.tolist() == [best[0] in (7, 9), best[1] == 5]
+    assert train.loss_at(net, hidden, torch.stack([best, best, best], 1)[None, [0, 0, 1]], mask)[1].all()
 
 
 def test_the_trainer_lowers_the_loss_goes_on_where_it_was_and_writes_a_loadable_checkpoint(tmp_path):
