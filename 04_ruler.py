@@ -261,7 +261,7 @@ def score(task, output, references):
 
 # ---- the run -----------------------------------------------------------------------------------------------------------
 
-def plan(tasks, lengths, samples, data):
+def plan(tasks, lengths, data):
     """What to run: {(task, length): a file of RULER's or None}."""
     if data is None:
         tasks = TASKS if tasks == "all" else gdn.listed("tasks", tasks, TASKS)
@@ -338,7 +338,7 @@ def main(*, model="tiny", tasks=DEFAULT_TASKS, lengths=DEFAULT_LENGTHS, samples=
     folder = gdn.check_run(arguments)
     arguments["ranks"] = ranks = gdn.check_ranks(ranks, model, DEFAULT_RANKS)
     groups = gdn.row_groups([None, *ranks], rows)
-    todo = plan(tasks, lengths, samples, data)
+    todo = plan(tasks, lengths, data)
     tokenizer = gdn.load_tokenizer(model)
     for (task, length), file in todo.items():
         shortest = length

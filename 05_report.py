@@ -77,7 +77,7 @@ def read_model(folder):
             data = gdn.read_json(path)
             numbers = STAGES.get(path.name, ruler)(data)
             run = {**numbers, **{key: data[key] for key in ("arguments", "model", "environment", "timing")}}
-            scope(run), spent([run]), Path(run["model"]), run["environment"]["torch"], run["environment"]["transformers"]
+            scope(run), spent(run), Path(run["model"]), run["environment"]["torch"], run["environment"]["transformers"]
             found[path.relative_to(folder).as_posix()] = run
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
             problems.append(f"{path.relative_to(folder)} is damaged: delete it and run its stage again")
@@ -329,8 +329,8 @@ def scope(run):
     return f"{what}, segment {a['segment']}, {e['dtype']} on {e['device']}"
 
 
-def spent(runs):
-    total, model, boundary = (sum(run["timing"][f"{key}_seconds"] for run in runs) for key in ("total", "model", "truncate"))
+def spent(run):
+    total, model, boundary = (run["timing"][f"{key}_seconds"] for key in ("total", "model", "truncate"))
     return f"{total:.0f} s, of these {model:.0f} in the model and {boundary:.0f} at boundaries"
 
 
@@ -404,10 +404,10 @@ def main(*, results="results"):
             "grow to full rank again between boundaries, and attention layers keep all they saw: this measures what the "
             "model depends on, not a saving of memory or time.\n"]
     for name, m in models.items():
-        lines = {}
+        lines = []
         for file, run in m.items():
             stage = f"04_ruler, {run['task']} at {run['length']:,}" if "task" in run else file.removesuffix(".json")
-            lines[f"    - {stage}: {scope(run)}; {spent([run])}"] = run
+            lines.append(f"    - {stage}: {scope(run)}; {spent(run)}")
         versions = sorted({f"transformers {run['environment']['transformers']}, torch {run['environment']['torch']}"
                            for run in m.values()})
         page.append("\n".join([f"- **{name}** (`{next(iter(m.values()))['model']}`; {'; '.join(versions)})", *lines]) + "\n")

@@ -272,7 +272,7 @@ def train(*, name="recurrent", steps=None, out=None, minutes=None):
             optimizer.param_groups[0]["lr"] = peak * min(1, (step + 1) / 100, (steps - step) / (0.4 * steps))
         # A task comes as often as it has a share and as its references are wrong.
         # `recurrent` finds no needle for long unless all is short at first: nothing gets longer than its needles do.
-        longest = LENGTHS[level["niah_multikey_2"]] if name == "recurrent" and not mixed else 1024
+        longest = LENGTHS[level["niah_multikey_2"]] if name == "recurrent" and not mixed else LENGTHS[-1]
         fitting = {task: share * (1.1 - skill[task]) for task, (share, _, shortest) in TASKS.items() if shortest <= longest}
         if mixed:
             length = rng.choice([192, 256, 384, 512, 512, 1024])
@@ -312,9 +312,8 @@ def train(*, name="recurrent", steps=None, out=None, minutes=None):
             bar.set_postfix_str(f"text {means['text']} answer {means['answer']}")
             recent = []
         if (step + 1) % 50 == 0 or last:
-            torch.save({**state, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]},
-                       saved.with_suffix(".new"))
-            saved.with_suffix(".new").replace(saved)
+            whole = {**state, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            gdn.write_whole(saved, lambda temporary: torch.save(whole, temporary))
             save(model, tokenizer, out)
         if last:
             break
