@@ -1,9 +1,11 @@
-"""The report: what stages 01 to 04 found, for every model in the results folder, beside what the post says.
+"""The report: what stages 01 to 04 found, for every model in the results, and what the post says.
 
-    python 05_report.py --results results
+    python 05_report.py                             # writes results/report.md and its figures
+    python 05_report.py --model Qwen/Qwen3.5-0.8B   # of that model alone
 
-It reads results/*/ and writes results/report.md with its figures beside it. What has not run, or cannot be read, is named.
+What has not run, or cannot be read, is named.
 """
+import os
 from pathlib import Path
 
 import matplotlib
@@ -13,423 +15,575 @@ import numpy as np
 
 import gdn
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")      # Okabe and Ito (2008)
+# Colours that colour-blind readers can tell apart (Okabe & Ito 2008).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
-plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+plt.rcParams.update({"font.size": 11, "axes.spines.right": False, "axes.grid": True,
                      "grid.alpha": 0.25, "figure.constrained_layout.use": True, "savefig.dpi": 110})
 
 
-# ---- reading: each stage's numbers, recomputed from what the file holds ---------------------------------------------
+# ---- reading ------------------------------------------------------------------------------------
 
-def spectrum(data):
-    r = data["results"]
-    found = {"effective_rank": np.array(r["effective_rank"], float), "spectrum": np.array(r["spectrum"], float),
-             "layers": r["layers"], "state": r["state"],
-             **{key: {int(k): np.array(v, float) for k, v in r[key].items()} for key in ("energy", "overlap")}}
-    if found["effective_rank"].shape != found["spectrum"].shape[:2] or len(found["layers"]) != len(found["spectrum"]):
-        raise ValueError("shapes differ")
-    min(found["energy"]), min(found["overlap"]), found["effective_rank"].max(), 1 / found["state"][1]
+def read_model(folder):
+    """The result files of a model, [record], defaults first, and a list of what is not there."""
+    records, problems = [], []
+    for path in sorted(folder.glob("**/*.json")):
+        try:
+            record = gdn.read_results(path)
+        except gdn.Error as error:
+            problems.append(str(error))
+            continue
+        record["file"] = path.relative_to(folder).as_posix()
+        if record["items"]:
+            records.append(record)
+    records.sort(key=lambda record: (record["script"], variant(record) != "", record["file"]))
+    for script in ("01_spectrum", "02_decay", "03_loss", "04_ruler"):
+        if not find(records, script):
+            problems.append(f"{script} has not run on {folder.name}")
+    return records, problems
+
+
+def find(records, script, **arguments):
+    """The runs of a stage with these arguments, those with the default ones first."""
+    found = []
+    for record in records:
+        made = record["arguments"]
+        if record["script"] == script and all(made.get(key) == arguments[key] for key in arguments):
+            found.append(record)
     return found
 
 
-def decay(data):
-    r = data["results"]
-    horizon = np.array(r["horizon"], float)
-    if horizon.ndim != 2 or horizon.size != r["heads"]:
-        raise ValueError("shapes differ")
-    return {"horizon": horizon, "long": int(r["long_heads"]), "short": float(r["short_share"]), "heads": int(r["heads"])}
+def variant(record):
+    """In what a run differs from the default: '' or 'heads over-256 (2 of 12), random modes'."""
+    arguments, words = record["arguments"], []
+    if arguments.get("heads", "all") != "all":
+        cut, every = record["heads_cut"]
+        words.append(f"heads {arguments['heads']} ({cut} of {every})")
+    if arguments.get("keep", "top") != "top":
+        words.append(f"{arguments['keep']} modes")
+    if arguments["segment"] != 256:
+        words.append(f"segment {arguments['segment']}")
+    if arguments.get("data"):
+        words.append("RULER's prompts")
+    return ", ".join(words)
 
 
-def changes(full, others):
-    """{rank: (mean, standard error or None)} of the paired changes, the largest rank first."""
-    pairs = {int(k): gdn.mean_se(np.subtract(v, full).tolist()) for k, v in others.items() if k != "full"}
-    return {k: (pairs[k]["mean"], pairs[k]["se"]) for k in sorted(pairs, reverse=True)}
+def named(record):
+    return variant(record) or "all heads, top modes"
 
 
-def loss(data):
-    values, (V, K) = data["results"]["loss"], data["results"]["state"]
-    1 / (V * K), values["full"][0]
-    return {"full": float(np.mean(values["full"])), "change": changes(values["full"], values),
-            "state": data["results"]["state"]}
+def values(record, key, rank=None):
+    """One measured thing of every document or sample, [items, ...]; at a rank if it has ranks."""
+    items = record["items"]
+    return np.array([item[key] if rank is None else item[key][str(rank)] for item in items])
 
 
-def ruler(data):
-    samples = data["results"]["samples"]
-    scores = {k: [float(s["scores"][k]) for s in samples] for k in samples[0]["scores"]}
-    return {"full": float(np.mean(scores["full"])), "n": len(samples), "change": changes(scores["full"], scores),
-            "task": data["arguments"]["task"], "length": int(data["arguments"]["length"])}
+def changes(record, key, rank):
+    """By document or sample, the value at a rank less that of the untouched model: [items, ...]."""
+    return values(record, key, rank) - values(record, key, "full")
 
 
-STAGES = {"01_spectrum.json": spectrum, "02_decay.json": decay, "03_loss.json": loss, "03_loss_bottom.json": loss,
-          "03_loss_random.json": loss}
+def ranks_of(*records):
+    ranks = {rank for record in records for rank in record["arguments"]["ranks"]}
+    return sorted(ranks, reverse=True)
 
 
-def read_model(folder):
-    """{file name: its numbers with the arguments they were measured with}, and a list of what is missing or damaged."""
-    found, problems = {}, []
-    files = [folder / name for name in STAGES] + sorted(folder.glob("04_ruler/*.json"))
-    for path in files:
-        if not path.exists():
-            if "loss_" not in path.name:
-                problems.append(f"{path.stem} has not run")
-            continue
-        try:
-            data = gdn.read_json(path)
-            numbers = STAGES.get(path.name, ruler)(data)
-            run = {**numbers, **{key: data[key] for key in ("arguments", "model", "environment", "timing")}}
-            scope(run), spent(run), Path(run["model"]), run["environment"]["torch"], run["environment"]["transformers"]
-            found[path.relative_to(folder).as_posix()] = run
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
-            problems.append(f"{path.relative_to(folder)} is damaged: delete it and run its stage again")
-    both = [found.get("01_spectrum.json", {}).get("effective_rank"), found.get("02_decay.json", {}).get("horizon")]
-    if all(values is not None for values in both) and both[0].shape != both[1].shape:
-        problems.append("02_decay.json has other heads than 01_spectrum.json: delete one and run its stage again")
-        del found["02_decay.json"]
-    if len({run["environment"].get("weights") for run in found.values()}) > 1:
-        problems.append("its files come from different weights: delete the older ones and run their stages again")
-    if not any(name.startswith("04_ruler/") for name in found):
-        problems.append("04_ruler has not run")
-    return found, problems
+def near_12(record):
+    """The rank that is spoken of where only one can be."""
+    return min(ranks_of(record), key=lambda rank: abs(rank - 12))
 
 
-# ---- the post's claims -------------------------------------------------------------------------------------------------
+def horizons(record):
+    """Decay horizons of every head, [L, H], from the mean log a of all documents."""
+    return gdn.decay_horizon(values(record, "log_a").mean(0)).numpy()
+
+
+# ---- the post's claims --------------------------------------------------------------------------
 #
-# The post names neither its web text nor the length of its documents, only that they go up to 16K tokens: C4 and 16,384
-# tokens stand for them. Of the multikey tasks we take niah_multikey_2. A claim is compared only on Qwen3.5-0.8B.
+# The post names neither its web text nor the length of its documents, only that they go up to 16K
+# tokens: C4 and 16,384 tokens stand for them. Of the multikey tasks we take niah_multikey_2.
 
-def number(mean, se, digits):
-    return f"{mean:+.{digits}f}" + ("" if se is None else f" ± {se:.{digits}f}")
+POST = {"01_spectrum": {"documents": "c4", "docs": 8, "tokens": 16384, "segment": 256},
+        "02_decay": {"documents": "c4", "docs": 8, "tokens": 16384},
+        "03_loss": {"documents": "c4", "docs": 8, "tokens": 16384, "segment": 256}}
+LENGTHS = (16384, 65536, 131072)
 
 
-def web_text(*names, docs=None):
-    """How the runs of some result files differ from the post's: a function of a model."""
-    def differs(model):
-        for arguments in (model[name]["arguments"] for name in names):
-            wanted = {"documents": "c4", "tokens": 16384, "segment": 256, **({"docs": docs} if docs else {})}
-            for flag, value in wanted.items():
-                if arguments.get(flag) != value:
-                    yield f"--{flag} {arguments.get(flag)}"
-    return names, differs
+def is_the_posts(record):
+    """Whether the model is the hub's Qwen3.5-0.8B or -Base, or a folder of that name and shape."""
+    model, shape = record["model"], {"layers": 24, "hidden": 1024, "heads": 16}
+    if os.path.isabs(model):
+        model = f"Qwen/{Path(model).name}"
+    return (model in ("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B-Base") and record["shape"] == shape
+            and len(record["layers"]) == 18 and record["state"] == [128, 128])
+
+
+def differences(records):
+    """In what a model's runs differ from the post's, stage by stage."""
+    words = [] if is_the_posts(records[0]) else ["another model"]
+    for script, wanted in POST.items():
+        for record in find(records, script)[:1]:
+            made = {**record["arguments"], "docs": len(record["items"])}
+            off = [f"--{key} {made[key]}" for key in wanted if made[key] != wanted[key]]
+            words.append(f"{script}: {', '.join(off) or 'same scope'}")
+    tasks = find(records, "04_ruler", heads="all", keep="top")
+    if tasks:
+        off = []
+        lengths = sorted({record["arguments"]["length"] for record in tasks})
+        if not set(lengths) <= set(LENGTHS):
+            off.append(f"lengths {', '.join(map(str, lengths))}")
+        fewest = min(len(record["items"]) for record in tasks)
+        if fewest < 50:
+            off.append(f"{fewest} samples")
+        if not all(record["arguments"]["data"] for record in tasks):
+            off.append("our wording, not RULER's")
+        if any(record["arguments"]["segment"] != 256 for record in tasks):
+            off.append("another segment")
+        words.append(f"04_ruler: {', '.join(off) or 'same scope'}")
+    return "; ".join(words)
+
+
+def long_heads(records):
+    for record in find(records, "02_decay"):
+        return f"{(horizons(record) > 4096).sum()} of {horizons(record).size}"
+
+
+def short_heads(records):
+    for record in find(records, "02_decay"):
+        return f"{(horizons(record) <= 256).mean():.0%}"
+
+
+def rank_of_long_heads(records):
+    for record, decay in zip(find(records, "01_spectrum"), find(records, "02_decay")):
+        long = values(record, "effective_rank").mean((0, 1))[horizons(decay) > 4096]
+        if not long.size:
+            return "no such head"
+        return f"{long.min():.0f} to {long.max():.0f} (heads: {long.size})"
 
 
 def loss_at(rank):
-    def measured(model):
-        change = model["03_loss.json"]["change"].get(rank)
-        return change and number(*change, 4) + " nats"
-    return measured
+    def cell(records):
+        for record in find(records, "03_loss", heads="all", keep="top"):
+            if rank in ranks_of(record):
+                return f"{gdn.with_error(changes(record, 'loss', rank))} nats"
+    return cell
 
 
-def ranks_of_long_heads(model):
-    long = model["01_spectrum.json"]["effective_rank"][model["02_decay.json"]["horizon"] > 4096]
-    if len(long) < 2:
-        return f"{long[0]:.0f} (one head)" if len(long) else "no such head"
-    return f"{long.min():.0f} to {long.max():.0f} ({len(long)} heads)"
+def task_at(task, lengths, ranks):
+    def cell(records):
+        runs, lines = find(records, "04_ruler", task=task, heads="all", keep="top"), []
+        at_the_posts = [record for record in runs if record["arguments"]["length"] in lengths]
+        for record in at_the_posts or runs:
+            words = [f"full state {values(record, 'scores', 'full').mean():.0f}"]
+            for rank in ranks:
+                if rank in ranks_of(record):
+                    words.append(f"rank {rank} {gdn.with_error(changes(record, 'scores', rank))}")
+            lines.append(f"{record['arguments']['length']:,} tokens: {', '.join(words)}")
+        return "<br>".join(lines)
+    return cell
 
 
-def task(name, lengths, ranks):
-    """The changes measured on a task at some ranks, and how its runs differ from the post's."""
-    def runs(model):
-        every = [run for file, run in model.items() if file.startswith("04_ruler/") and run["task"] == name]
-        return [run for run in every if run["length"] in lengths] or every
-
-    def measured(model):
-        return "; ".join(f"at {run['length']:,}: full state {run['full']:.0f}, " + ", ".join(
-            f"rank {rank} {number(*run['change'][rank], 1)}" for rank in ranks if rank in run["change"])
-            for run in runs(model) if any(rank in run["change"] for rank in ranks))
-
-    def differs(model):
-        if {run["length"] for run in runs(model)} != set(lengths):
-            yield "other lengths"
-        if min(run["n"] for run in runs(model)) < 50:
-            yield "fewer than 50 samples"
-        if any(run["arguments"].get("segment") != 256 for run in runs(model)):
-            yield "another segment"
-        if not all(run["arguments"].get("data") for run in runs(model)):
-            yield "our wording, not RULER's"
-    return measured, (name, differs)
+CLAIMS = [  # the claim, what the post says, the cell of a model (None or "": not run)
+    ("heads with a decay horizon over 4,096 tokens", "48 of 288", long_heads),
+    ("heads that largely forget within 256 tokens: horizon at most 256", "61%", short_heads),
+    ("effective rank of the heads with a horizon over 4,096", "30 to 47", rank_of_long_heads),
+    ("change in loss, 48 modes kept", "-0.0001 ± 0.0010 nats", loss_at(48)),
+    ("change in loss, 12 modes kept", "+0.005 nats", loss_at(12)),
+    ("multikey needles, 32 and 12 modes kept", "at baseline with 32 at 16K, 64K and 128K; no "
+     "measurable decline with 12", task_at("niah_multikey_2", LENGTHS, (32, 12))),
+    ("frequent words (fwe), 32 and 12 modes kept", "no noticeable decline",
+     task_at("fwe", LENGTHS, (32, 12))),
+    ("variable tracking (vt) at 64K, 32 to 12 modes kept", "+8 to +19 points, errors 3 to 5",
+     task_at("vt", (65536,), (32, 24, 16, 12))),
+    ("common words (cwe) at 64K, 32 modes kept", "full state 27; -18 points",
+     task_at("cwe", (65536,), (32,)))]
 
 
-CLAIMS = [       # the claim, what the post says, the figure measured here, (the files it rests on, how their scope differs)
-    ("heads with a decay horizon over 4,096 tokens", "48 of 288",
-     lambda m: f"{m['02_decay.json']['long']} of {m['02_decay.json']['heads']}", web_text("02_decay.json")),
-    ("heads that largely forget within 256 tokens", "61 %",
-     lambda m: f"{100 * m['02_decay.json']['short']:.0f} %", web_text("02_decay.json")),
-    ("effective rank of the heads with a horizon over 4,096", "30 to 47, of at most 128",
-     ranks_of_long_heads, web_text("01_spectrum.json", "02_decay.json")),
-    ("change in loss, 48 modes kept", "-0.0001 ± 0.0010 nats (8 documents)", loss_at(48), web_text("03_loss.json", docs=8)),
-    ("change in loss, 12 modes kept", "+0.005 nats (8 documents)", loss_at(12), web_text("03_loss.json", docs=8)),
-    ("multikey needles, 32 and 12 modes kept", "at baseline at 16K, 64K and 128K with 32; no measurable decline with 12",
-     *task("niah_multikey_2", (16384, 65536, 131072), (32, 12))),
-    ("frequent words (fwe), 32 and 12 modes kept", "no noticeable decline (lengths not named)",
-     *task("fwe", (16384, 65536, 131072), (32, 12))),
-    ("variable tracking (vt) at 64K, 32 to 12 modes kept", "+8 to +19 points, standard errors 3 to 5 (50 samples)",
-     *task("vt", (65536,), (32, 24, 16, 12))),
-    ("common words (cwe) at 64K, 32 modes kept", "full state 27; -18 points (50 samples)", *task("cwe", (65536,), (32,))),
-]
+# ---- figures: each function fills the axes of one panel -----------------------------------------
+
+def layer_styles(layers):
+    """(i, style) of every layer: a few by colour and marker, many along a scale of colours."""
+    few = len(layers) <= len(COLOURS)
+    for i, layer in enumerate(layers):
+        colour = COLOURS[i] if few else plt.cm.viridis(0.92 * i / (len(layers) - 1))
+        shown = few or i in (0, len(layers) - 1)
+        yield i, {"color": colour, "marker": MARKERS[i] if few else "o", "markersize": 6,
+                  "label": f"layer {layer}" if shown else None}
 
 
-def claim_cell(model, measured, needs, differs):
-    """What was measured here for a claim, and in what its scope differs from the post's."""
-    files = [needs] if isinstance(needs, str) else needs
-    if not all(any(file == name or file.startswith(f"04_ruler/{name}_") for file in model) for name in files):
-        return "not run"
-    value = measured(model)
-    if not value:
-        return "not run at these ranks"
-    differences = list(dict.fromkeys(differs(model)))
-    if not all(Path(run["model"]).name in ("Qwen3.5-0.8B", "Qwen3.5-0.8B-Base") for run in model.values()):
-        differences.insert(0, "another model")
-    return f"{value}<br>" + (f"*scope differs: {', '.join(differences)}*" if differences else "*same scope*")
+def error_bars(ax, x, rows, i, label):
+    """Means of the rows [points][items] with their standard errors."""
+    means, errors = zip(*(gdn.mean_se(row) for row in rows))
+    ax.errorbar(x, means, [error or 0 for error in errors], color=COLOURS[i % 7], label=label,
+                marker=MARKERS[i % 7], linestyle="-" if i < 7 else "--", capsize=3)
 
 
-# ---- figures ---------------------------------------------------------------------------------------------------------------
-
-def panels(models, width=4.6, height=3.8, sharey=True):
-    figure, axes = plt.subplots(1, len(models), figsize=(width * max(len(models), 1.35), height), sharey=sharey,
-                                squeeze=False)
-    for ax, name in zip(axes[0], models):
-        ax.set_title(name)
-    return figure, list(zip(axes[0], models.values()))
-
-
-def rank_axis(ax, ranks):
-    ax.set_xscale("log", base=2)
-    ax.invert_xaxis()
-    ax.set_xticks(sorted(ranks), [str(rank) for rank in sorted(ranks)])
-    ax.minorticks_off()
+def rank_panel(ax, runs, measure, label):
+    """measure(record, rank) [items] of every run against its ranks, the largest to the left."""
+    ranks = ranks_of(*runs)
+    for i, record in enumerate(runs):
+        x = [ranks.index(rank) + 0.06 * (i - len(runs) / 2) for rank in ranks_of(record)]
+        error_bars(ax, x, [measure(record, rank) for rank in ranks_of(record)], i, label(record))
+    ax.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
     ax.set_xlabel("modes kept per head, r")
+    ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2)
+    return ranks
 
 
-def loss_axis(ax):
+def loss_panel(ax, records):
+    runs = find(records, "03_loss")
+    V, K = runs[0]["state"]
+    ranks = rank_panel(ax, runs, lambda record, rank: changes(record, "loss", rank), named)
+    ax.axhline(0, color="grey", linewidth=1)
     ax.set_yscale("symlog", linthresh=0.01)
-    ticks = [0, 0.005, *(m * 10.0 ** e for e in range(-2, 3) for m in (1, 2, 5))]
-    low, high = ax.get_ylim()
-    ticks = [t for tick in ticks for t in {tick, -tick} if low <= t <= high]
-    ax.set_yticks(ticks, [f"{t:g}" for t in ticks])
-    ax.minorticks_off()
+    ax.set_ylabel("change in loss, nats (linear up to 0.01)")
+    size = ax.secondary_xaxis("top")
+    sizes = [f"{rank * (K + V) / (K * V):.2g}" for rank in ranks]
+    size.set_xticks(range(len(ranks)), sizes, fontsize=8)
+    size.set_xlabel("numbers carried, r (K + V) / (K V)", fontsize=9)
 
 
-def draw_rank_against_horizon(models):
-    models = {k: m for k, m in models.items() if "01_spectrum.json" in m and "02_decay.json" in m}
-    if not models:
-        return None
-    figure, axes = panels(models, sharey=False)
-    for ax, m in axes:
-        rank, horizon = m["01_spectrum.json"]["effective_rank"], m["02_decay.json"]["horizon"]
-        for i, layer in enumerate(m["01_spectrum.json"]["layers"]):
-            few = len(rank) <= len(COLOURS)
-            ax.scatter(horizon[i], rank[i], s=45 if few else 16, marker=MARKERS[i] if few else "o",
-                       color=COLOURS[i] if few else plt.cm.viridis(i / (len(rank) - 1)),
-                       label=f"layer {layer}" if few or i in (0, len(rank) - 1) else None)
-        ax.set_xscale("log")
-        for x in (256, 4096):
-            ax.axvline(x, color="grey", linestyle=":", linewidth=1)
-        ax.set_ylim(0, m["01_spectrum.json"]["spectrum"].shape[-1])
-        ax.set_xlabel("decay horizon, tokens (dotted: 256 and 4,096)")
-        ax.legend(fontsize=9)
-    axes[0][0].set_ylabel("effective rank (top: all modes)")
-    return figure, "Effective rank against decay horizon, one dot a head."
+def kl_panel(ax, records):
+    rank_panel(ax, find(records, "03_loss"), lambda record, rank: values(record, "kl", rank), named)
+    ax.set_yscale("log")
+    ax.set_ylabel("KL from the untouched model, nats")
 
 
-def draw_spectra(models):
-    models = {k: m["01_spectrum.json"] for k, m in models.items() if "01_spectrum.json" in m}
-    if not models:
-        return None
-    figure, axes = panels(models)
-    for ax, m in axes:
-        for i, layer in enumerate(m["spectrum"]):
-            colour = plt.cm.viridis(0.92 * i / max(len(m["spectrum"]) - 1, 1))
-            for j, head in enumerate(layer):
-                shown = j == 0 and (len(m["spectrum"]) < 6 or i in (0, len(m["spectrum"]) - 1))
-                ax.plot(range(1, len(head) + 1), head, color=colour, linewidth=1, alpha=0.8,
-                        label=f"layer {m['layers'][i]}" if shown else None)
-        ax.set_yscale("log")
-        ax.set_ylim(1e-6, 1)
-        ax.set_xlabel("mode j")
-        ax.legend(fontsize=9)
-    axes[0][0].set_ylabel("singular value / sum of them")
-    return figure, "Mean normalised singular values, one line a head."
+def tasks_panel(ax, runs):
+    rank_panel(ax, runs, lambda record, rank: changes(record, "scores", rank), task_label)
+    ax.axhline(0, color="grey", linewidth=1)
+    ax.set_ylabel("change in score, points")
 
 
-def error_bars(ax, x, change, style, label, line="-"):
-    """Means with their standard errors, where there is one; style picks colour and marker."""
-    ax.errorbar(x, [mean for mean, _ in change.values()], [np.nan if se is None else se for _, se in change.values()],
-                color=COLOURS[style % 7], marker=MARKERS[style % 7], linestyle=line, capsize=3, label=label)
+def task_label(record):
+    return f"{record['arguments']['task']} (full {values(record, 'scores', 'full').mean():.0f})"
 
 
-def draw_loss(models):
-    files = {"top": "03_loss.json", "random": "03_loss_random.json", "bottom": "03_loss_bottom.json"}
-    models = {name: m for name, m in models.items() if set(files.values()) & set(m)}
-    if not models:
-        return None
-    figure, axes = panels(models)
-    for ax, m in axes:
-        runs = {keep: m[file] for keep, file in files.items() if file in m}
-        for keep, run in runs.items():
-            error_bars(ax, list(run["change"]), run["change"], list(files).index(keep), f"{keep} r modes kept")
-        ax.axhline(0, color="grey", linewidth=1)
-        rank_axis(ax, {rank for run in runs.values() for rank in run["change"]})
-        ax.legend(fontsize=9, loc="upper left")
-    loss_axis(axes[0][0])
-    axes[0][0].set_ylabel("change in loss, nats a token\n(linear up to 0.01, then logarithmic)")
-    return figure, "Change in next-token loss against rank, mean ± standard error over documents."
-
-
-def draw_tasks(models):
-    models = {name: sorted((run for file, run in m.items() if file.startswith("04_ruler/")),
-                           key=lambda run: (run["task"], run["length"])) for name, m in models.items()}
-    models = {name: runs for name, runs in models.items() if runs}
-    if not models:
-        return None
-    figure, axes = panels(models, width=5.2, height=4.8)
-    kinds = sorted({(run["task"], run["length"]) for runs in models.values() for run in runs})
-    for ax, runs in axes:
-        for run in runs:
-            i = kinds.index((run["task"], run["length"]))
-            x = [rank * (1 + 0.02 * (i - len(kinds) / 2)) for rank in run["change"]]       # so that none hides another
-            error_bars(ax, x, run["change"], i, f"{run['task']} {run['length']:,} (full {run['full']:.0f})",
-                       "-" if i < 7 else "--")
-        ax.axhline(0, color="grey", linewidth=1)
-        rank_axis(ax, {rank for run in runs for rank in run["change"]})
-        ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2)         # below: curves go anywhere
-    axes[0][0].set_ylabel("change in score, points")
-    return figure, "Change in task score against rank, mean ± standard error over samples."
-
-
-def draw_size(models):
-    runs = {name: m["03_loss.json"] for name, m in models.items() if "03_loss.json" in m}
-    if not runs:
-        return None
-    figure, ax = plt.subplots(figsize=(6.2, 3.8))
-    for i, (name, run) in enumerate(runs.items()):
-        V, K = run["state"]
-        error_bars(ax, [rank * (K + V) / (K * V) for rank in run["change"]], run["change"], i, name)
-    ax.axvline(1, color="grey", linestyle=":", linewidth=1)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks([2.0 ** -k for k in range(6)], ["1", "1/2", "1/4", "1/8", "1/16", "1/32"])
-    loss_axis(ax)
-    ax.set_xlabel("numbers carried across a boundary, factored r (K + V) / full K V")
-    ax.set_ylabel("change in loss, nats a token\n(linear up to 0.01, then logarithmic)")
+def after_panel(ax, records):
+    record = find(records, "03_loss")[0]
+    edges, shown = record["after_bins"], ranks_of(record)
+    labels = ["first\nsegment"]
+    for low, high in zip(edges, edges[1:]):
+        labels.append(f"{low}" if high == low + 1 else f"{low}-{high - 1}")
+    if len(shown) > 6:
+        shown = [rank for rank in shown if rank in (32, 12, 4, 1, 0)]
+    for i, rank in enumerate(shown):
+        error_bars(ax, range(len(labels)), changes(record, "after", rank).T, i, f"rank {rank}")
+    ax.set_xticks(range(len(labels)), labels, fontsize=8)
+    ax.set_xlabel("tokens since the boundary")
+    ax.set_ylabel("change in loss, nats")
     ax.legend(fontsize=9)
-    return figure, ("Change in loss against the size that the carried states would have if they were stored as two factors. "
-                    "Nothing smaller was run: between boundaries the state is whole.")
 
 
-# ---- the page ---------------------------------------------------------------------------------------------------------------
+def lengths_panel(ax, runs):
+    runs = sorted(runs, key=lambda record: record["arguments"]["length"])
+    lengths = [record["arguments"]["length"] for record in runs]
+    shared = [rank for rank in ranks_of(*runs) if all(rank in ranks_of(record) for record in runs)]
+    for i, rank in enumerate(["full", *shared]):
+        error_bars(ax, lengths, [values(record, "scores", rank) for record in runs], i,
+                   "full state" if rank == "full" else f"rank {rank}")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    ax.minorticks_off()
+    ax.set_xlabel("length, tokens")
+    ax.set_ylabel("score, points")
+    ax.legend(fontsize=8)
+
+
+def horizon_panel(ax, records):
+    [record, *_], [decay] = find(records, "01_spectrum"), find(records, "02_decay")
+    x, y = horizons(decay), values(record, "effective_rank").mean((0, 1))           # [L, H]
+    for i, style in layer_styles(record["layers"]):
+        ax.plot(x[i], y[i], linestyle="", **style)
+    for limit in (256, 4096):
+        ax.axvline(limit, color="grey", linestyle=":", linewidth=1)
+    ax.set_xscale("log")
+    ax.set_ylim(0, min(record["state"]))
+    ax.set_xlabel("decay horizon, tokens")
+    ax.set_ylabel("effective rank (top: all modes)")
+    ax.legend(fontsize=9)
+
+
+def along_panel(ax, records):
+    [record, *_], [decay] = find(records, "01_spectrum"), find(records, "02_decay")
+    effective, long = values(record, "effective_rank").mean(0), horizons(decay) > 256
+    for i, (chosen, label) in enumerate(((long, "over 256"), (~long, "at most 256"))):
+        if chosen.any():
+            heads, x = effective[:, chosen], record["items"][0]["positions"]    # [boundary, heads]
+            ax.plot(x, heads.mean(1), color=COLOURS[i], marker=MARKERS[i], markersize=4,
+                    label=f"horizon {label} tokens ({chosen.sum()} heads)")
+            middle = np.quantile(heads, (0.25, 0.75), axis=1)
+            ax.fill_between(x, *middle, color=COLOURS[i], alpha=0.15)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("tokens read")
+    ax.set_ylabel("effective rank")
+    ax.legend(fontsize=9)
+
+
+def readout_panel(ax, records):
+    record = find(records, "01_spectrum")[0]
+    rank = near_12(record)
+    x = np.clip(1 - values(record, "energy", rank).mean(0), 1e-9, 1)                # [L, H]
+    y = np.clip(1 - values(record, "readout", rank).mean(0), 1e-9, 1)
+    for i, style in layer_styles(record["layers"]):
+        ax.plot(x[i], y[i], linestyle="", **style)
+    line = [min(x.min(), y.min()), 1]
+    ax.plot(line, line, color="grey", linewidth=1)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel(f"share of energy beyond {rank} modes")
+    ax.set_ylabel(f"share of what is read beyond {rank}")
+    ax.legend(fontsize=9)
+
+
+def spectra_panel(ax, records):
+    record = find(records, "01_spectrum")[0]
+    spectrum = values(record, "spectrum").mean(0)                                   # [L, H, M]
+    for i, style in layer_styles(record["layers"]):
+        lines = ax.plot(range(1, spectrum.shape[-1] + 1), spectrum[i].T, color=style["color"],
+                        linewidth=1)
+        lines[0].set_label(style["label"])
+    ax.set_yscale("log")
+    ax.set_ylim(1e-6, 1)
+    ax.set_xlabel("mode j")
+    ax.set_ylabel("singular value / sum of them")
+    ax.legend(fontsize=9)
+
+
+def by_model(models, *scripts):
+    """{title of a panel: records} of the models that have run these stages."""
+    return {name: records for name, records in models.items()
+            if all(find(records, script) for script in scripts)}
+
+
+def by_variant(models):
+    """A panel for each model and way of truncating, at the length that most of its tasks ran at."""
+    groups = {}
+    for name, records in models.items():
+        for record in find(records, "04_ruler"):
+            groups.setdefault((name, variant(record)), []).append(record)
+    found = {}
+    for (name, how), runs in groups.items():
+        lengths = [record["arguments"]["length"] for record in runs]
+        length = max(lengths, key=lengths.count)
+        title = f"{name}, {length:,} tokens" + (f"\n{how}" if how else "")
+        found[title] = find(runs, "04_ruler", length=length)
+    return found
+
+
+def by_task(models):
+    """A panel for each model and task that ran at several lengths."""
+    groups = {}
+    for name, records in models.items():
+        for record in find(records, "04_ruler"):
+            if not variant(record):
+                groups.setdefault(f"{name}, {record['arguments']['task']}", []).append(record)
+    return {title: runs for title, runs in groups.items() if len(runs) > 1}
+
+
+def draw(root, name, panel, groups):
+    """Write a figure of a panel for each group, and return the page's lines for it."""
+    if not groups:
+        return ""
+    figure, axes = plt.subplots(1, len(groups), figsize=(4.8 * max(len(groups), 1.3), 4.2),
+                                squeeze=False, sharey=panel not in (horizon_panel, readout_panel))
+    for ax, (title, records) in zip(axes[0], groups.items()):
+        panel(ax, records)
+        ax.set_title(title, parse_math=False, fontsize=11)
+    for ax in axes[0][1:]:
+        ax.set_ylabel("")
+    gdn.write_whole(root / f"{name}.png", lambda path: figure.savefig(path, format="png"))
+    plt.close(figure)
+    return f"![{FIGURES[name]}]({name}.png)\n\n*{FIGURES[name]}*\n"
+
+
+# ---- the page -----------------------------------------------------------------------------------
 
 def table(head, rows):
-    return "\n".join(["| " + " | ".join(head) + " |", "|" + " --- |" * len(head),
-                      *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)]) + "\n"
+    if not rows:
+        return "Its stage has not run.\n"
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
-def scope(run):
-    a, e = run["arguments"], run["environment"]
-    what = (f"{run['n']} samples" + (" of RULER's generator" if a["data"] else f", seed {a['seed']}") if "task" in run else
-            f"{a['docs']} documents of {a['tokens']:,} tokens from {a['documents']}")
-    return f"{what}, segment {a['segment']}, {e['dtype']} on {e['device']}"
+def share(record, rank):
+    """A change in loss as a share of what wiping the same states costs: ' (3% of rank 0)'."""
+    if 0 not in ranks_of(record) or rank == 0:
+        return ""
+    part = changes(record, "loss", rank).mean() / changes(record, "loss", 0).mean()
+    return f" ({part:.0%} of rank 0)"
 
 
-def spent(run):
-    total, model, boundary = (run["timing"][f"{key}_seconds"] for key in ("total", "model", "truncate"))
-    return f"{total:.0f} s, of these {model:.0f} in the model and {boundary:.0f} at boundaries"
+def level(numbers):
+    """A mean that is no change, with its standard error."""
+    return gdn.with_error(numbers).removeprefix("+")
 
 
-def least_median_most(values, digits):
-    return ", ".join(f"{x:,.{digits}f}" for x in (values.min(), np.median(values), values.max()))
+def finding(records):
+    """What was found on a model, in one line."""
+    words = []
+    for record in find(records, "03_loss")[:1]:
+        rank, n = near_12(record), len(record["items"])
+        change, other = changes(record, "loss", rank), 1 - values(record, "agree", rank).mean()
+        words.append(f"with {rank} of {min(record['state'])} modes ({named(record)}) the loss "
+                     f"changes by {gdn.with_error(change)} nats{share(record, rank)}, and "
+                     f"{other:.1%} of the most likely tokens are others ({n} documents)")
+    if find(records, "02_decay"):
+        words.append(f"{long_heads(records)} heads have a horizon over 4,096 tokens, "
+                     f"{short_heads(records)} one of at most 256")
+    tasks = [record for record in find(records, "04_ruler") if not variant(record)]
+    moved = []
+    for record in tasks:
+        rank, arguments = near_12(record), record["arguments"]
+        mean, error = gdn.mean_se(changes(record, "scores", rank))
+        if abs(mean) > 2 * (error or 0):
+            moved.append(f"{arguments['task']} at {arguments['length']:,} by {mean:+.0f} points")
+    if tasks:
+        words.append(f"{near_12(tasks[0])} modes move the scores of {len(moved)} of {len(tasks)} "
+                     f"tasks by over two standard errors{': ' * bool(moved)}{', '.join(moved)}")
+    return "; ".join(words)
 
 
-def heads_section(models):
+def loss_tables(models):
+    """By model, a row a rank: change in loss, KL and agreement of every way of truncating."""
+    pages = []
+    for name, records in models.items():
+        runs, head = find(records, "03_loss"), ["rank"]
+        full = [values(record, "loss", "full").mean() for record in runs]
+        rows = [["full"]] + [[rank] for rank in ranks_of(*runs)]
+        for record, loss in zip(runs, full):
+            head += [f"{named(record)}: change in loss, nats", "KL, nats", "same token"]
+            rows[0] += [f"{loss:.4f} nats", "", ""]
+            for row in rows[1:]:
+                cells = ["", "", ""]
+                if row[0] in ranks_of(record):
+                    change = gdn.with_error(changes(record, "loss", row[0]))
+                    cells = [change + share(record, row[0]), level(values(record, "kl", row[0])),
+                             f"{values(record, 'agree', row[0]).mean():.1%}"]
+                row += cells
+        pages.append(f"**{name}**\n\n{table(head, rows)}")
+    return "\n".join(pages) or table([], [])
+
+
+def task_table(models):
+    """Score of the full state, and by rank the change, with the samples better and worse."""
+    runs = [(name, record) for name in models for record in find(models[name], "04_ruler")]
+    ranks, rows = ranks_of(*(record for _, record in runs)), []
+    for name, record in runs:
+        full, arguments = values(record, "scores", "full").mean(), record["arguments"]
+        row = [name, arguments["task"], f"{arguments['length']:,}", named(record),
+               len(record["items"]), f"{full:.1f}"]
+        for rank in ranks:
+            cell = ""
+            if rank in ranks_of(record):
+                change = changes(record, "scores", rank)
+                cell = gdn.with_error(change)
+                if change.any():
+                    cell += f", {(change > 0).sum()} up {(change < 0).sum()} down"
+            row.append(cell)
+        rows.append(row)
+    return table(["model", "task", "length", "truncated", "samples", "full state",
+                  *(f"rank {rank}" for rank in ranks)], rows)
+
+
+def head_table(models):
+    """Of the states: means over heads and boundaries, ± standard error over documents."""
     rows = []
-    for name, m in models.items():
-        s, d = m.get("01_spectrum.json"), m.get("02_decay.json")
-        if s or d:
-            row = [name, s["effective_rank"].size if s else d["heads"], *["not run"] * 6]
-            if s:
-                few, many, modes = min(s["energy"]), max(s["energy"]), s["spectrum"].shape[-1]
-                row[2:5] = [f"{least_median_most(s['effective_rank'], 1)} of {modes}",
-                            f"{s['energy'][many].mean():.1%} in {many}, {s['energy'][few].mean():.1%} in {few}",
-                            f"{s['overlap'][few].mean():.2f} for the top {few} (chance {few / s['state'][1]:.2f})"]
-            if d:
-                row[5:] = [least_median_most(d["horizon"], 0), d["long"], f"{d['short']:.0%}"]
-            rows.append(row)
-    return rows and table(["model", "heads", "effective rank: least, median, most", "mean energy in the top modes",
-                           "overlap of neighbouring boundaries' subspaces", "horizon in tokens: least, median, most",
-                           "over 4,096", "at most 256"], rows)
+    for name, records in models.items():
+        record = find(records, "01_spectrum")[0]
+        rank, heads = near_12(record), values(record, "effective_rank").mean((0, 1))
+        means = [values(record, "effective_rank").mean((1, 2, 3))]
+        for key in ("energy", "readout", "overlap"):
+            means.append(values(record, key, rank).mean((1, 2)))
+        later = {**record, "items": record["items"][1:]}            # the first has no other
+        if later["items"]:
+            means.append(values(later, "overlap_other", rank).mean((1, 2)))
+        rows.append([name, f"{heads.min():.1f}, {np.median(heads):.1f}, {heads.max():.1f} of "
+                     f"{min(record['state'])}", rank, *map(level, means)])
+    return table(["model", "effective rank: least, median, most of the heads", "r",
+                  "effective rank", "energy in the top r", "of what is read",
+                  "overlap with the boundary before", "with another document"], rows)
 
 
-def loss_section(models):
-    runs = {(name, run["arguments"]["keep"]): run for name, m in models.items() for file, run in m.items() if "03_loss" in file}
-    ranks = sorted({rank for run in runs.values() for rank in run["change"]}, reverse=True)
-    sizes = {tuple(run["state"]) for run in runs.values()}
-    rows = [["full", *(f"{run['full']:.4f} nats" for run in runs.values()), *("1" for _ in sizes)]]
-    rows += [[rank, *(number(*run["change"][rank], 4) if rank in run["change"] else "" for run in runs.values()),
-              *(f"{rank * (V + K) / (V * K):.2f}" for V, K in sizes)] for rank in ranks]
-    return runs and table(["rank", *(f"{name}, {keep} modes" for name, keep in runs),
-                           *(f"numbers carried, factored / full ({V} x {K})" for V, K in sizes)], rows)
+def run_line(record):
+    """What a run was, on what, and how long it took."""
+    arguments, environment, n = record["arguments"], record["environment"], len(record["items"])
+    total = sum(item["seconds"]["total"] for item in record["items"])
+    cutting = sum(item["seconds"]["truncate"] for item in record["items"])
+    if record["script"] == "04_ruler":
+        what = f"{n} samples, seed {arguments['seed']}"
+    else:
+        what = f"{n} documents of {arguments['tokens']} tokens from {arguments['documents']}"
+    return (f"    - {record['file']}: {what}, segment {arguments['segment']}, "
+            f"{environment['dtype']} on {environment['device']}; {total:.0f} s, of these "
+            f"{cutting:.0f} at boundaries")
 
 
-def task_section(models):
-    runs = sorted(((name, run) for name, m in models.items() for file, run in m.items() if file.startswith("04_ruler/")),
-                  key=lambda pair: (pair[0], pair[1]["task"], pair[1]["length"]))
-    ranks = sorted({rank for _, run in runs for rank in run["change"]}, reverse=True)
-    rows = [[name, run["task"], f"{run['length']:,}", run["n"], f"{run['full']:.1f}",
-             *(number(*run["change"][rank], 1) if rank in run["change"] else "" for rank in ranks)] for name, run in runs]
-    return rows and table(["model", "task", "length", "samples", "full state", *(f"rank {rank}" for rank in ranks)], rows)
+INTRODUCTION = (
+    "Truncated states grow to full rank again between boundaries, and attention layers keep all "
+    "they saw: this measures what a model depends on, not a saving of memory or time. All numbers "
+    'were measured in the runs listed at the end, except the column "the post says".\n')
+CLAIMS_NOTE = (
+    "The post measured Qwen3.5-0.8B on 8 web texts of up to 16K tokens, and on 50 to 200 prompts a "
+    'task of RULER\'s own. It leaves open what a horizon is, when a head has "largely forgotten", '
+    "and over what an effective rank is averaged; the README says how they are read here. Where "
+    "the scope differs, a figure is no check of the post's:\n")
+FIGURES = {
+    "loss": "Change in next-token loss, mean ± standard error over documents.",
+    "kl": "KL divergence from the untouched model, mean ± standard error over documents.",
+    "after": "Change in loss by the tokens read since the last boundary, mean ± standard error.",
+    "tasks": "Change in task score, mean ± standard error over samples.",
+    "lengths": "Task score against length, mean ± standard error over samples.",
+    "horizon": "Effective rank against decay horizon, a dot a head (dotted: 256 and 4,096 tokens).",
+    "along": "Effective rank along the document: mean over heads, and their middle half.",
+    "readout": "What is read of the tail against its energy, a dot a head; on the line, as much.",
+    "spectra": "Singular values over their sum, mean over boundaries and documents, a line a head."}
 
 
-def main(*, results="results"):
-    """Write report.md and its figures from the result files of every model.
+def main(*, model: gdn.MODELS = (), results: gdn.TEXT = "results"):
+    """Write report.md and its figures from the result files.
 
     Args:
+        model: the models to report, with commas; by default all that are in the folder.
         results: the folder that stages 01 to 04 wrote to.
     """
-    root = Path(str(results))
-    folders = sorted(p for p in root.glob("*") if p.is_dir()) if root.is_dir() else []
-    read = {p.name: read_model(p) for p in folders}
-    models = {name: found for name, (found, _) in read.items() if found}
+    root = Path(results)
+    names = [Path(gdn.find_model(one)[0]).name for one in model]
+    if not names:
+        names = sorted(path.name for path in root.glob("*") if path.is_dir())
+    read = {name: read_model(root / name) for name in names}
+    models = {name.replace("|", "/"): records for name, (records, _) in read.items() if records}
     if not models:
-        raise gdn.Error(f"--results {results} holds no result file that can be read: run the stages 01 to 04 first")
-
-    figures = {}
-    for name, draw in (("rank_against_horizon", draw_rank_against_horizon), ("spectra", draw_spectra), ("loss", draw_loss),
-                       ("tasks", draw_tasks), ("size", draw_size)):
-        drawn = draw(models)
-        if drawn:
-            gdn.write_whole(root / f"{name}.png", lambda temporary: drawn[0].savefig(temporary, format="png"))
-            plt.close(drawn[0])
-            figures[name] = f"![{drawn[1]}]({name}.png)\n\n*{drawn[1]}*\n"
-
-    page = ["# How much of the Gated DeltaNet state do these models depend on?\n",
-            "Every number below was measured in the runs listed here, except the column \"the post says\". Truncated states "
-            "grow to full rank again between boundaries, and attention layers keep all they saw: this measures what the "
-            "model depends on, not a saving of memory or time.\n"]
-    for name, m in models.items():
-        lines = []
-        for file, run in m.items():
-            stage = f"04_ruler, {run['task']} at {run['length']:,}" if "task" in run else file.removesuffix(".json")
-            lines.append(f"    - {stage}: {scope(run)}; {spent(run)}")
-        versions = sorted({f"transformers {run['environment']['transformers']}, torch {run['environment']['torch']}"
-                           for run in m.values()})
-        page.append("\n".join([f"- **{name}** (`{next(iter(m.values()))['model']}`; {'; '.join(versions)})", *lines]) + "\n")
-    missing = [f"- {name}: {problem}" for name, (_, problems) in read.items() for problem in problems]
-    if missing:
-        page += ["Not in this report:\n", "\n".join(missing) + "\n"]
-    page += ["## Heads: spectrum and memory\n", heads_section(models) or "Neither stage 01 nor stage 02 has run.\n",
-             figures.get("rank_against_horizon", ""), figures.get("spectra", ""),
-             "## Next-token loss\n", loss_section(models) or "Stage 03 has not run.\n",
-             figures.get("loss", ""), figures.get("size", ""),
-             "## Tasks\n", task_section(models) or "Stage 04 has not run.\n", figures.get("tasks", ""),
-             "## The post's claims\n",
-             "The post measured Qwen3.5-0.8B on web text (documents of up to 16K tokens) and on RULER's own prompts. A figure "
-             "is comparable where its scope is the same; elsewhere the cell says what differs. That variable tracking "
-             "improves in the post's distilled control too cannot be tested: that model is not published.\n",
-             table(["claim", "the post says", *models],
-                   [[claim, said, *(claim_cell(m, measured, *scope) for m in models.values())]
-                    for claim, said, measured, scope in CLAIMS])]
-    path = root / "report.md"
-    text = "\n".join(part for part in page if part)
-    gdn.write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    print(path)
+        raise gdn.Error(f"--results {results} holds no result file of "
+                        f"{', '.join(names) or 'a model'} to report: run the stages 01 to 04 first")
+    losses, heads = by_model(models, "03_loss"), by_model(models, "01_spectrum")
+    both, tasks = by_model(models, "01_spectrum", "02_decay"), by_model(models, "04_ruler")
+    page = ["# How much of the Gated DeltaNet state do these models depend on?\n"]
+    page += [f"- **{name}**: {finding(records)}." for name, records in models.items()]
+    page += ["", INTRODUCTION]
+    problems = [f"- {problem}" for _, missing in read.values() for problem in missing]
+    if problems:
+        page += ["Not in this report:\n", *problems, ""]
+    claims = [[claim, said, *(cell(records) or "not run" for records in models.values())]
+              for claim, said, cell in CLAIMS]
+    page += ["## The post's claims\n", table(["claim", "the post says", *models], claims)]
+    page += [CLAIMS_NOTE, *(f"- {name}: {differences(models[name])}" for name in models)]
+    page += ["\n## Next-token loss\n", loss_tables(losses),
+             draw(root, "loss", loss_panel, losses), draw(root, "kl", kl_panel, losses),
+             draw(root, "after", after_panel, losses),
+             "## Tasks\n", task_table(tasks), draw(root, "tasks", tasks_panel, by_variant(models)),
+             draw(root, "lengths", lengths_panel, by_task(models)),
+             "## Heads\n", head_table(heads), draw(root, "horizon", horizon_panel, both),
+             draw(root, "along", along_panel, both), draw(root, "readout", readout_panel, heads),
+             draw(root, "spectra", spectra_panel, heads), "## Runs\n"]
+    for name, records in models.items():
+        made = records[0]
+        page.append(f"- {name} ({made['model']}; torch {made['environment']['torch']}, "
+                    f"transformers {made['environment']['transformers']})")
+        page += [run_line(record) for record in records]
+    text = "\n".join(page) + "\n"
+    gdn.write_whole(root / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
+    print(root / "report.md")
 
 
 if __name__ == "__main__":

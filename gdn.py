@@ -1,25 +1,25 @@
-"""The Gated DeltaNet (GDN) state: its recurrence, its singular modes, and a model run with the modes cut back.
+"""The Gated DeltaNet (GDN) state: its recurrence, its singular modes, and a model run without some.
 
-A GDN head reads a sequence with a matrix for a memory. With keys and values as columns, and the decay taken first, the
-gated delta rule of Yang, Kautz & Hatamizadeh (2024, "Gated Delta Networks", eq. 10) is
+A GDN head reads a text with a matrix for a memory. With keys and values as columns, and the decay
+taken first, the gated delta rule (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks", eq. 10)
 
-    S_t = a_t S_{t-1} + b_t (v_t - a_t S_{t-1} k_t) k_t^T          y_t = S_t q_t
+    S_t = a_t S_{t-1} + b_t (v_t - a_t S_{t-1} k_t) k_t^T              y_t = S_t q_t
 
-The state S decays by a_t, says what it holds under the key k_t, and is corrected towards the value v_t with strength b_t.
-How much of S does a trained model depend on? This file has what is needed to ask: the recurrence token by token (the
-oracle that everything fast is tested against), the state's singular values and its truncation to rank r, and the run of
-a Hugging Face model in segments, with every state truncated at each boundary. The numbered scripts ask.
+The state S fades by a_t, is asked what it holds under the key k_t, and is corrected towards the
+value v_t with strength b_t; the query q_t reads it. How much of S does a trained model depend on?
+The first part of this file has what is needed to ask: the recurrence, token by token; the state's
+singular modes, and its truncation to the largest r of them; and the run of a Hugging Face model in
+segments, with every state truncated in between. The numbered scripts ask, one question each.
 
-    B  batch rows           H  value heads (each with a state of its own)     K  key dimension (columns of S)
-    T  tokens               G  key heads (each serves H / G value heads)      V  value dimension (rows of S)
-    R  ranks run as rows    L  GDN layers of the model                        M  modes of a state, min(V, K)
+    B  rows of a batch               H  value heads, each with a state      K  key dimension
+    T  tokens of a document          G  key heads, each for H/G heads       V  value dimension
+    n  tokens of one call            L  GDN layers                          M  modes, min(V, K)
+    R  ranks, run as rows            W  words of the vocabulary             D  hidden size
 """
 import contextlib
 import functools
 import gzip
 import hashlib
-import importlib.util
-import inspect
 import json
 import os
 import re
@@ -27,34 +27,34 @@ import sys
 import sysconfig
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import fire
 import huggingface_hub
+import safetensors
 import torch
-import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
-
-HERE = Path(__file__).resolve().parent
 
 
 class Error(Exception):
     """What a user can mend: told in one sentence, without a traceback."""
 
 
-# ---- 1. the recurrence ----------------------------------------------------------------------------------------------
+# ---- 1. the recurrence --------------------------------------------------------------------------
 
 def gated_delta_rule(q, k, v, log_a, b, state=None):
     """The gated delta rule, one token at a time: the reference, in the precision of its inputs.
 
     Args:
-        q, k: queries and keys, [B, T, G, K], as they enter the recurrence. (Qwen3.5 normalises both to length one and
-            scales q by K ** -0.5 before; that is the layer's doing.)
-        v: values, [B, T, H, V]; H is a multiple of G, and key head g serves the value heads g H/G ... (g+1) H/G - 1.
-        log_a: log of the decay, [B, T, H], in nats per token, <= 0.
-        b: write strength, [B, T, H], in 0...1 (0...2 where a model allows negative eigenvalues).
+        q, k: queries and keys, [B, T, G, K], as they enter the recurrence. (Qwen3.5 normalises
+            both to length one and scales q by K ** -0.5 before: that is the layer's doing.)
+        v: values, [B, T, H, V]; key head g serves the value heads g H/G ... (g+1) H/G - 1.
+        log_a: log of the decay, [B, T, H], in nats a token, at most 0.
+        b: write strength, [B, T, H], in 0...1 (0...2 where negative eigenvalues are allowed).
         state: S before the first token, [B, H, V, K]; zero if None. It is not changed.
 
     Returns:
@@ -64,205 +64,178 @@ def gated_delta_rule(q, k, v, log_a, b, state=None):
     """
     B, T, H, V = v.shape
     G, K = k.shape[2:]
-    q, k = (x.repeat_interleave(H // G, dim=2) for x in (q, k))            # [B, T, H, K]
+    q = q.repeat_interleave(H // G, dim=2)                          # [B, T, H, K]
+    k = k.repeat_interleave(H // G, dim=2)                          # [B, T, H, K]
     S = v.new_zeros(B, H, V, K) if state is None else state
     y = torch.empty_like(v)
     for t in range(T):
-        S = S * log_a[:, t, :, None, None].exp()                           # decay first                  [B, H, V, K]
-        held = S @ k[:, t, :, :, None]                                     # what S holds under k_t       [B, H, V, 1]
-        error = b[:, t, :, None, None] * (v[:, t, :, :, None] - held)      # what is missing              [B, H, V, 1]
-        S = S + error @ k[:, t, :, None, :]                                # written under k_t            [B, H, V, K]
-        y[:, t] = (S @ q[:, t, :, :, None])[..., 0]                        # read with q_t                [B, H, V]
+        S = S * log_a[:, t, :, None, None].exp()                    # decay first      [B, H, V, K]
+        held = S @ k[:, t, :, :, None]                              # held under k_t   [B, H, V, 1]
+        error = v[:, t, :, :, None] - held                          # what is missing  [B, H, V, 1]
+        write = b[:, t, :, None, None] * error                      # written of it    [B, H, V, 1]
+        S = S + write @ k[:, t, :, None, :]                         # under k_t        [B, H, V, K]
+        y[:, t] = (S @ q[:, t, :, :, None])[..., 0]                 # read with q_t    [B, H, V]
     return y, S
 
 
 def decay_horizon(mean_log_a):
-    """Tokens over which a head's decay alone shrinks its state by a factor e: h = -1 / mean_t(log a_t).
+    """Tokens over which a head's decay alone shrinks its state by a factor e: -1 / mean_t(log a_t).
 
-    mean_log_a: the mean of log a over tokens, any shape, in nats per token; average first, then invert. A head that
-    never decays (mean 0) has horizon infinity.
+    mean_log_a: the mean of log a over tokens, any shape, nats a token; average first, then invert.
+    A head that never decays (mean 0) has horizon infinity. Raises Error for a mean above 0, which
+    no decay has.
     """
-    return 1 / torch.as_tensor(mean_log_a, dtype=torch.float64).abs()                      # abs: 1 / -0.0 is -infinity
+    mean_log_a = torch.as_tensor(mean_log_a, dtype=torch.float64)
+    if (mean_log_a > 0).any():
+        raise Error("a mean log decay is above 0: a decay is at most 1, so its logarithm at most 0")
+    return 1 / mean_log_a.abs()                                     # abs: 1 / -0.0 is -infinity
 
 
-# ---- 2. the state: its modes, and truncation ------------------------------------------------------------------------
+# ---- 2. the state: its modes, effective rank, truncation ----------------------------------------
 
-def check_states(state):
+def modes(state):
+    """Singular values and right singular vectors of every matrix, the largest first.
+
+    state [..., V, K] -> sigma [..., M] and the vectors [..., K, M], as columns, both in float64.
+
+    S = U Sigma W^T gives S^T S = W Sigma^2 W^T, so one symmetric eigenproblem of size K has both.
+    The Gram matrix squares the condition number, which in float64 costs none of the digits that
+    the float32 states of models have; it is formed from a state scaled to size one, so that
+    nothing under- or overflows. Raises Error for a state with NaN or infinity.
+    """
     if not torch.isfinite(state).all():
-        raise Error("a state holds NaN or infinity, so it has no singular modes: the model has diverged "
-                    "(try --dtype float32)")
-
-
-def first_that_converges(fast, slow):
-    """fast(), or slow() where cuSOLVER gives up, as on ill-conditioned matrices (pytorch issues 94772 and 105359)."""
-    try:
-        return fast()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        return slow()
-
-
-def singular_values(state):
-    """Singular values of every matrix of a batch, [..., V, K] -> [..., M], largest first, in at least float32.
-
-    They come from an SVD, not from the Gram matrix, which squares the condition number: these are the values reported.
-    Raises Error for NaN or infinity.
-    """
-    check_states(state)
-    state = state.to(torch.promote_types(state.dtype, torch.float32))
-    return first_that_converges(lambda: torch.linalg.svdvals(state),
-                                lambda: torch.linalg.svdvals(state.double().cpu()).to(state))
+        raise Error("a state holds NaN or infinity, so it has no singular modes: the model has "
+                    "diverged (try --dtype float32)")
+    if splits(state):
+        sigmas, vectors = zip(*on_every_core(modes, state))
+        return torch.cat(sigmas), torch.cat(vectors)
+    M = min(state.shape[-2:])
+    size = state.double().abs().amax((-2, -1), keepdim=True)        # [..., 1, 1]
+    scaled = state.double() / size.clamp_min(torch.finfo(torch.float64).tiny)
+    squares, vectors = eigh(scaled.mT @ scaled)                     # [..., K], [..., K, K]
+    sigma = squares[..., -M:].clamp_min(0).sqrt() * size[..., 0]    # [..., M], ascending
+    return sigma.flip(-1), vectors[..., -M:].flip(-1)
 
 
 def effective_rank(sigma):
-    """exp of the entropy of the normalised singular values: exp(-sum_j p_j log p_j), p = sigma / sum sigma.
+    """exp of the entropy of the normalised singular values, exp(-sum_j p_j log p_j).
 
-    sigma: singular values [..., M] -> [...]. n equal values give n, one value alone gives 1, and the zero matrix, which
-    has no modes, gives 0 here. Source: Roy & Vetterli 2007, "The effective rank", the definition in section 2.
+    sigma: singular values [..., M] -> [...]. n equal values give n, one value alone gives 1, and
+    the zero matrix, which has no modes, gives 0. Source: Roy & Vetterli 2007, "The effective rank",
+    section 2.
     """
-    total = sigma.sum(-1)
-    p = sigma / total.clamp_min(torch.finfo(sigma.dtype).tiny)[..., None]
-    return torch.special.entr(p).sum(-1).exp() * (total > 0)
-
-
-def right_modes(state):
-    """Right singular vectors of every matrix, [..., V, K] -> [..., K, K], as columns, the smallest mode first.
-
-    The eigenvectors of the Gram matrix S^T S. It is formed in float64, where squaring costs none of the digits of the
-    float32 states that models have, and from a state scaled to size one, so that nothing under- or overflows.
-    """
-    scaled = state.double()
-    scaled = scaled / scaled.abs().amax((-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    gram = scaled.mT @ scaled                                              # [..., K, K]
-    return first_that_converges(lambda: torch.linalg.eigh(gram).eigenvectors,
-                                lambda: torch.linalg.svd(scaled.cpu()).Vh.mT.flip(-1).to(gram))
-
-
-def truncate(state, rank, keep="top", seed=0):
-    """Each matrix with only `rank` of its singular modes: S_r = sum_{j<=r} sigma_j u_j v_j^T, the post's intervention.
-
-    Args:
-        state: any batch of matrices [..., V, K], in any float dtype, on any device.
-        rank: modes to keep, from 1 up: an int, or a tensor of ints that broadcasts against the batch [...]. Where it is
-            at or above M = min(V, K), the matrix comes back untouched, bit for bit.
-        keep: "top", the largest modes; the controls are "bottom", the smallest, and "random", drawn with `seed`, anew
-            for each matrix but shared along the dimensions that the ranks vary in, so that ranks compare like with like.
-
-    Returns:
-        a tensor like `state`. Raises Error for another rank, and for a state with NaN or infinity.
-
-    S_r = S W W^T with W the kept right singular vectors (of the transpose, if that is smaller): by Eckart & Young (1936)
-    the best approximation of rank r, without the left singular vectors or any division by a small sigma.
-    """
-    M = min(state.shape[-2:])
-    ranks = torch.as_tensor(rank)
-    if ranks.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64) or (ranks < 1).any():
-        raise Error(f"a rank is a whole number from 1 up, not {rank}")
-    if keep not in KEEP:
-        raise Error(f"keep is one of {', '.join(KEEP)}, not {keep!r}")
-    check_states(state)
-    if (ranks >= M).all():
-        return state
-    ranks = ranks.to(state.device)
-    wide = state.mT if state.shape[-1] > state.shape[-2] else state        # the Gram matrix of the smaller side, M x M
-    modes = right_modes(wide)                                              # [..., M, M], ascending
-    order = torch.arange(M, device=state.device)                           # bottom: the smallest are first
-    if keep == "top":
-        order = order.flip(0)
-    elif keep == "random":
-        shape = list(modes.shape[:-1])                                     # [..., M]
-        for i, n in enumerate(reversed(ranks.shape), 2):
-            shape[-i] = 1 if n > 1 else shape[-i]
-        order = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).argsort(-1).to(state.device)
-    kept = (order < ranks[..., None])[..., None, :]                        # [..., 1, M]
-    cut = (wide.to(modes) @ (modes * kept)) @ modes.mT
-    cut = (cut.mT if wide is not state else cut).to(state.dtype)
-    return torch.where((ranks >= M)[..., None, None], state, cut)
+    total = sigma.sum(-1, keepdim=True)
+    p = sigma / total.clamp_min(torch.finfo(sigma.dtype).tiny)
+    return torch.special.entr(p).sum(-1).exp() * (total[..., 0] > 0)
 
 
 KEEP = ("top", "bottom", "random")
 
 
-# ---- 3. the model: loading, its GDN layers, the segmented run --------------------------------------------------------
+def truncate(state, rank, keep="top", seed=0):
+    """Each matrix with `rank` of its singular modes: S_r = sum_{j<=r} sigma_j u_j w_j^T (the post).
 
-# In tiny/recurrent the one attention layer comes first, where it sees bare tokens and can retrieve nothing by itself.
-BUNDLED = {"tiny": "tiny/recurrent", "tiny/hybrid": "tiny/hybrid", "tiny/recurrent": "tiny/recurrent"}
+    Args:
+        state: any batch of matrices [..., V, K], in any float dtype, on any device.
+        rank: modes to keep, from 0 up: an int, or a tensor of ints that broadcasts with the batch;
+            a state that several ranks share is decomposed once. Where the rank is at or above M
+            the matrix comes back untouched, bit for bit; rank 0 wipes it.
+        keep: "top", the largest modes; the controls are "bottom", the smallest, and "random", drawn
+            with `seed`, anew for each matrix but shared along the dimensions that ranks vary in, so
+            that ranks compare like with like.
 
+    Returns:
+        the truncated states, in the state's dtype. Raises Error for another rank or keep, and for
+        a state with NaN or infinity.
 
-def locate(model):
-    """Where a model named by --model is: a bundled folder, the folder itself, or the hub id."""
-    model = model.rstrip("/") or model
-    if model in BUNDLED:
-        return str(HERE / BUNDLED[model])
-    return os.path.abspath(os.path.expanduser(model)) if os.path.isdir(os.path.expanduser(model)) else model
-
-
-def from_hub(load, model, what):
-    """load(model) with a failure told in one sentence."""
-    huggingface_hub.logging.set_verbosity_error()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    folder = os.path.isdir(locate(model))
-    if not folder and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-        raise Error(f"--model {model!r}: there is no such folder, and a hub id looks like name/model")
-    try:
-        return load(locate(model))
-    except Exception as error:      # the libraries raise OSError, ValueError, KeyError, ImportError... for what a user typed
-        where = (f"the folder {model}" if folder else f"{model!r}, which is no folder and no bundled model "
-                 f"({', '.join(BUNDLED)}), from the Hugging Face hub")
-        raise Error(f"cannot load the {what} of {where} with transformers {transformers.__version__}: {first_line(error)}") from None
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-def model_config(model):
-    """The text configuration of a model named by --model. Raises Error if it has no GDN layers; loads no weights."""
-    config = from_hub(AutoConfig.from_pretrained, model, "configuration").get_text_config(decoder=True)
-    if "linear_attention" not in (getattr(config, "layer_types", None) or ()) or not hasattr(config, "linear_key_head_dim"):
-        raise Error(f"--model {model!r} ({config.model_type}) has no Gated DeltaNet layers; qwen3_5, qwen3_5_moe, qwen3_next "
-                    f"and olmo_hybrid models have")
-    if set(config.layer_types) == {"linear_attention"}:
-        raise Error(f"--model {model!r} has GDN layers alone, which transformers {transformers.__version__} cannot run "
-                    f"with a cache")
-    return config
-
-
-def load_tokenizer(model):
-    tokenizer = from_hub(AutoTokenizer.from_pretrained, model, "tokenizer")
-    if not tokenizer("a text").input_ids:
-        raise Error(f"--model {model!r} has no tokenizer: put its tokenizer.json beside its config.json")
-    return tokenizer
-
-
-def load_model(model, device="auto", dtype="auto"):
-    """The model, its tokenizer and the indices of its GDN layers.
-
-    model: a bundled model, a folder, or a hub id. dtype "auto" is the checkpoint's own. A checkpoint saved as
-    Qwen3_5ForConditionalGeneration, as the published ones are, loads as its text model.
+    S_r = S W W^T with the kept right singular vectors W as columns: by Eckart & Young (1936) the
+    nearest matrix of rank r, without left singular vectors or a division by a small sigma.
     """
-    tokenizer = load_tokenizer(model)
-    dtype = dtype if dtype == "auto" else getattr(torch, dtype)
-    net, info = from_hub(functools.partial(AutoModelForCausalLM.from_pretrained, dtype=dtype, output_loading_info=True),
-                         model, "weights")
-    if info["missing_keys"]:                                               # they would be random, without a word
-        raise Error(f"--model {model!r} lacks weights that its config.json asks for: {sorted(info['missing_keys'])[0]}, ...")
-    return net.to(device).eval(), tokenizer, gdn_layers(net)
+    M = min(state.shape[-2:])
+    rank = torch.as_tensor(rank, device=state.device)
+    if rank.is_floating_point() or rank.dtype == torch.bool or (rank < 0).any():
+        raise Error(f"a rank is a whole number from 0 up, not {rank.tolist()}")
+    if keep not in KEEP:
+        raise Error(f"keep is one of {', '.join(KEEP)}, not {keep!r}")
+    batch = torch.broadcast_shapes(state.shape[:-2], rank.shape)
+    ndim = max(len(batch), 1)
+    state = state[(None,) * (ndim + 2 - state.ndim)]                # [..., V, K], at least one ...
+    rank = rank[(None,) * (ndim - rank.ndim)]                       # [...], of as many
+    place = torch.arange(M, device=state.device)                    # in the order of keeping
+    if keep == "bottom":
+        place = place.flip(0)
+    if keep == "random":
+        shape = [1 if ranks > 1 else n for ranks, n in zip(rank.shape, state.shape)]
+        draws = torch.rand(*shape, M, generator=torch.Generator().manual_seed(seed))
+        place = draws.argsort(-1).to(state.device)
+    kept = place < rank[..., None]                                  # [..., M], largest first
+    if len(state) > 1:
+        kept = kept.expand(len(state), *kept.shape[1:])             # to split with the states
+    return keep_modes(state, kept).view(*batch, *state.shape[-2:])
 
 
-def gdn_layers(model):
-    """Indices of the model's Gated DeltaNet layers, ascending: [L]. The four families name the class alike."""
-    layers = [m.layer_idx for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet")]
-    if not layers:
-        raise Error(f"{type(model).__name__} has no Gated DeltaNet layers")
-    return sorted(layers)
+def keep_modes(state, kept):
+    """The states [..., V, K] with those modes alone where kept [..., M] is True."""
+    if splits(state):
+        return torch.cat(on_every_core(keep_modes, state, kept))
+    _, W = modes(state)                                             # [..., K, M]
+    used = kept.flatten(0, -2).any(0)                               # columns that some row keeps
+    precise = state.to(torch.promote_types(state.dtype, torch.float32))
+    W = W[..., used].to(precise.dtype)
+    cut = precise @ (W * kept[..., None, used]) @ W.mT              # S W W^T
+    return torch.where(kept.all(-1)[..., None, None], state, cut.to(state.dtype))
+
+
+# ---- 3. the run: segments, states, gates and queries, losses ------------------------------------
+
+@torch.inference_mode()
+def segments(model, ids, segment, cache, position=0, end=None):
+    """Feed ids [B, T] to the model so that no call crosses a multiple of `segment`.
+
+    Yields, after each call, (start, hidden, boundary): the position of the call's first token, the
+    hidden states [B, n, D] before the head, and whether the position now reached is a boundary, a
+    multiple of `segment` with tokens to follow. What the caller does to the cache in the body of
+    its loop happens before the next call. The logits are left to the caller: over a vocabulary of
+    248,320 they are the peak of memory, and most callers need few of them.
+
+    Args:
+        ids: a single row is fed to as many rows as the cache has.
+        cache: of transformers, changed in place; `position` says how many tokens it has consumed.
+        end: how many tokens the whole run has, where it goes on after these ids.
+
+    Raises Error for NaN or infinity in the hidden states, and where the model ignored the cache.
+    """
+    last = position + ids.shape[1]
+    end = last if end is None else end
+    start = position
+    while start < last:
+        stop = min(last, (start // segment + 1) * segment)
+        part = ids[:, start - position:stop - position]
+        part = part.expand(max(len(part), rows_in(cache)), -1)
+        hidden = model.base_model(part, cache=cache, use_cache=True).last_hidden_state
+        if cache.get_seq_length() != stop:
+            raise Error(f"transformers {transformers.__version__} does not fill the cache it is "
+                        "given, so the model would run without a memory: install 5.24.0 or later")
+        if not torch.isfinite(hidden).all():
+            raise Error(f"the model's output is NaN or infinite by token {stop}: it has overflowed "
+                        "(try --dtype float32)")
+        yield start, hidden, stop % segment == 0 and stop < end
+        start = stop
+
+
+def rows_in(cache):
+    """Rows that a cache holds, 0 before it is used. (Its own batch_size ignores reorder_cache.)"""
+    layer = next(layer for layer in cache.layers if hasattr(layer, "recurrent_states"))
+    return len(layer.recurrent_states[0]) if layer.is_recurrent_states_initialized[0] else 0
 
 
 def read_states(cache, layers):
-    """All states of a run, [L, B, H, V, K]. The cache of transformers keeps their transposes: this is the one conversion."""
-    return torch.stack([cache.layers[i].recurrent_states[0] for i in layers]).mT
+    """All states of a run, [L, B, H, V, K], on the first one's device.
+
+    Transformers keeps their transposes; this and write_states are the one conversion.
+    """
+    states = [cache.layers[i].recurrent_states[0] for i in layers]
+    return torch.stack([state.to(states[0].device) for state in states]).mT
 
 
 def write_states(cache, layers, states):
@@ -271,157 +244,398 @@ def write_states(cache, layers, states):
 
 
 @torch.inference_mode()
-def truncate_rows(cache, layers, ranks, keep="top", seed=0):
-    """Truncate row i of every state in the cache to ranks[i] modes, in place; None leaves the row alone.
+def truncate_rows(cache, layers, ranks, keep="top", seed=0, heads=None):
+    """Truncate row i of every state in the cache to ranks[i] modes, in place; None leaves it whole.
 
-    All layers, rows and heads go through one batched call, since all states of a model have one shape.
+    Until the first boundary all rows are the same, so the run begins with one: a cache of a single
+    row is decomposed once for all the ranks, and becomes a cache of a row for each rank.
+
+    heads: a boolean mask [L, H] of the heads to truncate; the others stay whole. All by default.
     """
-    rows = [i for i, rank in enumerate(ranks) if rank is not None]
-    if rows:
-        states = read_states(cache, layers)                                # [L, R, H, V, K]
-        cut = torch.tensor([ranks[i] for i in rows])[:, None]              # [R', 1], against [L, R', H]
-        states[:, rows] = truncate(states[:, rows], cut, keep, seed)
-        write_states(cache, layers, states)
-
-
-@torch.inference_mode()
-def segments(model, ids, segment, at_boundary, cache=None, position=0, timing=None):
-    """Feed ids [B, T] to the model so that no call crosses a multiple of `segment`, and yield each call's hidden states.
-
-    When a multiple of `segment`, counted from the first token, has been consumed and another token follows,
-    at_boundary(position, cache) may read and change the states first. So the end of a document is no boundary, and the
-    end of a prompt is one only if its answer goes on from there.
-
-    Args:
-        cache, position: a run to go on with, and how many tokens it has consumed; the cache is changed in place.
-        timing: a dict whose "model" and "boundary" seconds grow.
-
-    Yields (position of the first token, hidden states [B, n, D] before the head). The logits are not computed here: over
-    a vocabulary of 248,320 they are the peak of memory, and most callers need few of them.
-    """
-    cache = cache if cache is not None else DynamicCache(config=model.config)
-    timing = timing if timing is not None else {}
-    end = position + ids.shape[1]
-    start = position
-    while start < end:
-        stop = min(end, (start // segment + 1) * segment)
-        if start and start % segment == 0:
-            with stopwatch(timing, "boundary", ids.device):
-                at_boundary(start, cache)
-        with stopwatch(timing, "model", ids.device):
-            hidden = model.base_model(ids[:, start - position:stop - position], cache=cache, use_cache=True).last_hidden_state
-        yield start, hidden
-        start = stop
+    states = read_states(cache, layers).transpose(1, 2)             # [L, H, B, V, K]
+    if heads is None:
+        heads = torch.ones(states.shape[:2], dtype=torch.bool)
+    heads = heads.to(states.device)
+    rows = [row for row, rank in enumerate(ranks) if rank]          # neither whole nor wiped
+    chosen = states[heads]                                          # [N, B, V, K], N heads
+    if chosen.shape[1] > 1:
+        chosen = chosen[:, rows]
+    cut = truncate(chosen, torch.tensor([ranks[row] for row in rows], dtype=torch.long), keep, seed)
+    if states.shape[2] < len(ranks):
+        cache.reorder_cache(torch.zeros(len(ranks), dtype=torch.long))
+        states = states.expand(-1, -1, len(ranks), -1, -1).clone()  # [L, H, R, V, K]
+    for row, rank in enumerate(ranks):
+        if rank is not None:
+            states[:, :, row][heads] = cut[:, rows.index(row)] if rank else 0.0
+    write_states(cache, layers, states.transpose(1, 2))
 
 
 @contextlib.contextmanager
-def stopwatch(timing, name, device):
-    """Add the seconds that the block takes, on its device too, to timing[name]."""
-    def sync():
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+def recorded_rule(model):
+    """Record the calls of the gated delta rule: a list of (rule, q, k, v, arguments by name).
 
-    sync()
-    start = time.perf_counter()
-    yield
-    sync()
-    timing[name] = timing.get(name, 0.0) + time.perf_counter() - start
+    It grows by one entry for each GDN layer and call of the model, in the order of the layers. q
+    and k [B, n, G, K] arrive before the normalisation, v is [B, n, H, V], and among the others are
+    g, which is log a, and beta, which is b, both [B, n, H]. A layer takes its decay in float32, but
+    from weights in the model's dtype: load the model in float32 for gates that are exact.
+
+    Every family calls two functions of its own module, one for many tokens and one for a single
+    one; recording there needs none of the layers' differing names, and works with fast kernels too.
+    """
+    layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
+    module = sys.modules[type(layer).__module__]
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    rules = [getattr(module, name) for name in names]
+    calls = []
+    for name, rule in zip(names, rules):
+        setattr(module, name, functools.partial(record_call, calls, rule))
+    try:
+        yield calls
+    finally:
+        for name, rule in zip(names, rules):
+            setattr(module, name, rule)
+
+
+def record_call(calls, rule, q, k, v, **others):
+    calls.append((rule, q, k, v, others))
+    return rule(q, k, v, **others)
+
+
+@torch.inference_mode()
+def effective_queries(rule, q, k, v, others):
+    """What a segment asks of the state S carried into it: q~_t [B, n, H, K]; it reads S q~_t.
+
+    q~_t = P_t q_t, where P_t is the product of the factors a (I - b k k^T) up to token t: the query
+    as the decays and overwritings in between leave it. With values 0 and the identity for a state
+    the gated delta rule returns just that; the arguments are those of a recorded call.
+    """
+    B, n, H = v.shape[:3]
+    K = k.shape[-1]
+    identity = torch.eye(K, dtype=torch.float32, device=q.device).repeat(B, H, 1, 1)
+    nothing = v.new_zeros(B, n, H, K)
+    others = {**others, "initial_state": identity, "output_final_state": False}
+    return rule(q, k, nothing, **others)[0]
 
 
 @torch.inference_mode()
 def token_losses(model, hidden, targets):
-    """Next-token cross-entropy in nats, [B, n], of hidden states [B, n, D] and the tokens that follow [B, n].
+    """Loss, KL and agreement of every row and token, each [B, n] in float32 on the CPU.
 
-    Row by row: the logits of one row and segment are all that is ever held. They come in the model's dtype, as from the
-    model itself; the cross-entropy is taken in float32.
+    hidden: states [B, n, D] before the head; the untouched model is row 0. targets [n]: the tokens
+        that follow.
+
+    Returns the next-token cross-entropy in nats; KL(p_0 || p_row) in nats, over the vocabulary; and
+    whether a row's most likely token is that of row 0 (1 or 0). The probabilities [n, W] of row 0
+    and those of one more row are all that is ever held, and each row goes through the head once.
     """
     head = model.get_output_embeddings()
-    return torch.stack([F.cross_entropy(head(h).float(), t, reduction="none") for h, t in zip(hidden, targets)])
+    losses, divergences, agreements = [], [], []
+    for row in hidden:
+        log_p = head(row).float().log_softmax(-1)                   # [n, W]
+        likeliest = log_p.argmax(-1)                                # [n]
+        if not losses:
+            full = log_p.exp()                                      # row 0, the untouched model
+            entropy = -torch.linalg.vecdot(full, log_p)
+            full_likeliest = likeliest
+        losses.append(-log_p.gather(1, targets.to(log_p.device)[:, None])[:, 0])
+        divergences.append(-entropy - torch.linalg.vecdot(full, log_p))
+        agreements.append((likeliest == full_likeliest).float())
+    return tuple(torch.stack(rows).cpu() for rows in (losses, divergences, agreements))
+
+
+# From here on it is plumbing, and you may stop reading: threads, models, documents, files, flags.
+
+# ---- where eigenproblems run --------------------------------------------------------------------
+# LAPACK on several threads gains nothing on matrices this small, and loses everything when the
+# machine is busy (OpenBLAS issue 5517): so one thread for each part of a batch, and in it the whole
+# of the part's work. On a GPU, cuSOLVER's batched routine has returned wrong vectors without a word
+# (pytorch issue 192483) and failed to converge (94772): so its results are checked.
+
+def splits(states):
+    """Whether a batch is worth several threads; inside one of them torch counts a single one."""
+    batch = states.ndim > 2 and len(states) > 1
+    return batch and states.device.type == "cpu" and torch.get_num_threads() > 1
+
+
+def on_every_core(work, *batches):
+    """[work(*parts), ...] for parts of the batches along their first dimension, a thread each."""
+    threads = torch.get_num_threads()
+    count = min(len(batches[0]), 8 * threads)                       # small parts even out
+    parts = [batch.tensor_split(count) for batch in batches]
+    torch.set_num_threads(1)                                        # also in threads begun now
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(work, *parts))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def eigh(gram):
+    """Eigenvalues [..., K], ascending, and eigenvectors of symmetric matrices [..., K, K]."""
+    if gram.device.type == "cpu":
+        return torch.linalg.eigh(gram)
+    return checked_eigh(gram, torch.linalg.eigh)
+
+
+def checked_eigh(gram, solve):
+    """solve(gram), where V^T V = 1 and G V = V Lambda hold; the rest is solved on the CPU."""
+    size = gram.abs().amax((-2, -1)) + torch.finfo(gram.dtype).tiny
+    try:
+        values, vectors = solve(gram)
+        slant = vectors.mT @ vectors - torch.eye(gram.shape[-1]).to(gram)
+        residual = gram @ vectors - vectors * values[..., None, :]
+        error = slant.abs().amax((-2, -1)) + residual.abs().amax((-2, -1)) / size
+    except torch.linalg.LinAlgError:
+        values, vectors = gram[..., 0].clone(), gram.clone()
+        error = torch.full_like(size, torch.inf)
+    wrong = ~(error < 1e-9)                                         # NaN is wrong, too
+    if wrong.any():
+        say_once(f"the eigensolver of {gram.device} failed on {int(wrong.sum())} of "
+                 f"{wrong.numel()} matrices: these, and later ones, are solved on the CPU")
+        values[wrong], vectors[wrong] = (x.to(gram) for x in torch.linalg.eigh(gram[wrong].cpu()))
+    return values, vectors
 
 
 @contextlib.contextmanager
-def record_gates(model):
-    """Record what the GDN layers feed to the recurrence: a list that grows by one (log a, b), each [B, n, H] in float32,
-    per layer and call, in the order of the layers. A layer takes its decay in float32, but from weights and projections
-    in the model's dtype, and its b in that dtype altogether: load the model in float32 for gates that are exact.
+def stopwatch(seconds, name):
+    """Add the seconds that the block takes, on the GPUs too, to seconds[name]."""
+    synchronize()
+    start = time.perf_counter()
+    yield
+    synchronize()
+    seconds[name] += time.perf_counter() - start
 
-    Every family calls two functions of its own module, one for many tokens and one for a single one; recording there
-    needs none of the layers' differing names, and works with or without the fast kernels.
-    """
-    module = sys.modules[next(type(m) for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet")).__module__]
-    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-    originals, gates = {name: getattr(module, name) for name in names}, []
 
-    def recording(rule):
-        @functools.wraps(rule)
-        def record(*args, g, beta, **kwargs):
-            gates.append((g.float(), beta.float()))
-            return rule(*args, g=g, beta=beta, **kwargs)
-        return record
+def synchronize():
+    for i in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(i)
 
-    for name, rule in originals.items():
-        setattr(module, name, recording(rule))
+
+# ---- models -------------------------------------------------------------------------------------
+
+HERE = Path(__file__).resolve().parent
+# In tiny/recurrent the attention layer comes first, where it sees bare tokens and can't retrieve.
+BUNDLED = ("tiny/hybrid", "tiny/recurrent")
+
+
+def say_once(text, said=set()):
+    if text not in said:
+        said.add(text)
+        print(text, file=sys.stderr)
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def from_library(what, load, *args, **kwargs):
+    """load(...), with a library's failure told in one sentence."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     try:
-        yield gates
-    finally:
-        for name, rule in originals.items():
-            setattr(module, name, rule)
+        return load(*args, **kwargs)
+    except Exception as error:           # OSError, ValueError, KeyError, ... for what a user typed
+        raise Error(f"cannot load the {what} (transformers {transformers.__version__}): "
+                    f"{first_line(error)}") from None
 
 
-# ---- 4. the documents -----------------------------------------------------------------------------------------------
+def from_hub(what, get, complete):
+    """get(), from the hub's cache where it is complete there; else from the hub, which is said.
+
+    Other programs leave folders in the cache that hold only some of a model's files.
+    """
+    with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError, ValueError):
+        path = Path(get(local_files_only=True))
+        if complete(path):
+            return path
+    print(f"asking the Hugging Face hub for the {what}", file=sys.stderr)
+    return Path(from_library(f"{what} from the Hugging Face hub, and it is not in the cache", get))
+
+
+def has_tokenizer(folder):
+    return (folder / "config.json").exists() and (folder / "tokenizer_config.json").exists()
+
+
+def has_weights(folder):
+    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
+    if index.exists():
+        names = json.loads(index.read_text())["weight_map"].values()
+    return all((folder / name).exists() for name in names)
+
+
+def find_model(model):
+    """The name and the folder of a model; of a hub id, the folder is None.
+
+    The name is as it was typed; of a snapshot folder in the hub's cache, the repository's.
+    """
+    path = HERE / model if model in BUNDLED else Path(os.path.abspath(os.path.expanduser(model)))
+    if not os.path.isdir(path):
+        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+            raise Error(f"--model {model!r} is no folder, and a hub id looks like name/model")
+        return model, None
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/"), path
+    return (model if model in BUNDLED else str(path)), path
+
+
+def open_model(model, device="auto", dtype="auto"):
+    """All of a model but its weights: configuration, tokenizer, what it will run on.
+
+    dtype "auto" is the checkpoint's own; device "map" spreads the layers over all devices. Raises
+    Error for what is no GDN model, is incomplete, or cannot run here.
+    """
+    environment = {"torch": torch.__version__, "transformers": transformers.__version__,
+                   "device": device_name(device)}
+    name, folder = find_model(model)
+    here = folder
+    if folder is None:
+        files = ["*.json", "*.txt", "*.model", "*.jinja"]
+        here = from_hub(f"configuration of {model}", functools.partial(
+            huggingface_hub.snapshot_download, model, allow_patterns=files), has_tokenizer)
+    config = from_library(f"configuration of {model}", AutoConfig.from_pretrained, here)
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or []
+    if "linear_attention" not in kinds or not hasattr(text, "linear_key_head_dim"):
+        raise Error(f"--model {model!r} ({text.model_type}) has no Gated DeltaNet layers; qwen3_5, "
+                    "qwen3_5_moe, qwen3_next and olmo_hybrid models have")
+    if set(kinds) == {"linear_attention"}:
+        raise Error(f"--model {model!r} has GDN layers alone, which transformers "
+                    f"{transformers.__version__} cannot run with a cache")
+    tokenizer = from_library(f"tokenizer of {model}", AutoTokenizer.from_pretrained, here)
+    if not tokenizer("a text").input_ids:
+        raise Error(f"--model {model!r} has no tokenizer.json beside its config.json")
+    if folder is None:
+        files += ["*.safetensors"]
+        here = from_hub(f"weights of {model}", functools.partial(
+            huggingface_hub.snapshot_download, model, allow_patterns=files), has_weights)
+    own = text.dtype or config.dtype or torch.float32
+    dtype = own if dtype == "auto" else getattr(torch, dtype)
+    environment |= {"dtype": str(dtype)[6:], "weights": fingerprint(here)}
+    return SimpleNamespace(
+        model=name, folder=here, config=config, text=text, tokenizer=tokenizer, dtype=dtype,
+        layers=[i for i, kind in enumerate(kinds) if kind == "linear_attention"],
+        heads=text.linear_num_value_heads, device=device, environment=environment,
+        state=[text.linear_value_head_dim, text.linear_key_head_dim])
+
+
+def fingerprint(folder):
+    """Eight digits that tell weights apart: a hash of some hundred values of every stored tensor.
+
+    Of what is stored, so that it depends neither on --dtype nor on what fits into memory.
+    """
+    digests = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with from_library(f"weights {file}", safetensors.safe_open, file, "pt") as tensors:
+            for name in tensors.keys():
+                values = tensors.get_tensor(name).flatten()
+                some = values[::max(values.numel() // 512, 1)].contiguous().view(torch.uint8)
+                digests.append(name.encode() + hashlib.sha256(some.numpy().tobytes()).digest())
+    if not digests:
+        raise Error(f"{folder} holds no .safetensors weights: save the model with save_pretrained")
+    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()[:8]
+
+
+def device_name(device):
+    """Check that --device is to be had, and name it, without the number of a GPU."""
+    if device == "map":
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return " + ".join(["map", *gpus])
+    try:
+        found = torch.zeros(1, device=resolve(device), dtype=torch.float64).device
+    except (RuntimeError, AssertionError, TypeError) as error:      # Apple's mps has no float64
+        raise Error(f"--device {device!r} is not to be had here: {first_line(error)}") from None
+    return f"cuda ({torch.cuda.get_device_name(found)})" if found.type == "cuda" else found.type
+
+
+def resolve(device):
+    """The torch device where token ids begin their way."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cpu" if device == "map" else device
+
+
+def load_model(run, **placement):
+    """The weights of an opened model, ready to run; one line says which, and on what.
+
+    A checkpoint saved with its vision tower loads as its text model. placement: more of what
+    transformers takes, such as max_memory beside device "map".
+    """
+    on_gpu = torch.cuda.is_available() if run.device == "map" else "cuda" in resolve(run.device)
+    if not on_gpu:                                                  # where fast kernels fail
+        for package in ("fla", "causal_conv1d"):
+            sys.modules.setdefault(package, None)
+    if run.device == "map":
+        placement["device_map"] = "auto"
+    net, info = from_library(
+        f"weights of {run.model}", AutoModelForCausalLM.from_pretrained, run.folder,
+        config=run.config, dtype=run.dtype, output_loading_info=True, **placement)
+    if info["missing_keys"]:                                        # they would be random, unsaid
+        raise Error(f"{run.model} lacks weights that its config.json asks for: "
+                    f"{sorted(info['missing_keys'])[0]}, ...")
+    fast = [package for package in ("fla", "causal_conv1d") if sys.modules.get(package)]
+    print(f"{run.model}: {len(run.layers)} GDN layers x {run.heads} heads, states {run.state[0]} x "
+          f"{run.state[1]}, {run.environment['dtype']} on {run.environment['device']}, "
+          f"{' and '.join(fast) or 'reference'} kernels", file=sys.stderr)
+    return (net if run.device == "map" else net.to(resolve(run.device))).eval()
+
+
+# ---- documents ----------------------------------------------------------------------------------
 
 def documents(source, tokenizer, count, tokens):
-    """The first `count` texts of the source with at least `tokens` tokens: [(name, SHA-256 of the text, ids [1, tokens])].
+    """The first `count` texts with at least `tokens` tokens: [(name, SHA-256, ids [1, tokens])].
 
-    source: "stdlib", "c4", or a path to a .txt, a .jsonl or .jsonl.gz with a "text" field, or a folder of text files.
-    Raises Error, with what was found, if there are too few.
+    source: "stdlib", "c4", or a path to a .txt, a .jsonl or .jsonl.gz with a "text" field, or a
+    folder of such files. Raises Error, with what was found, if there are too few.
     """
     found, longest, seen = [], 0, 0
-    for name, text in texts(source):
+    for name, content in source_texts(source):
         seen += 1
-        if len(text.encode()) >= tokens:                   # no token is shorter than a byte
-            ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
-            longest = max(longest, ids.shape[1])
-            if ids.shape[1] >= tokens:
-                found.append((name, hashlib.sha256(text.encode()).hexdigest(), ids[:, :tokens]))
-                if len(found) == count:
-                    return found
-    if not seen:
-        raise Error(f"--documents {source} holds no document")
-    length = f"the longest has {longest}" if longest else "all are shorter"
-    raise Error(f"--documents {source} has {len(found)} of {seen} documents with at least {tokens} tokens ({length}), "
-                f"and --docs asks for {count}: ask for fewer with --docs or for shorter ones with --tokens")
+        ids = first_tokens(content, tokenizer, tokens)
+        longest = max(longest, len(ids))
+        if len(ids) >= tokens:
+            sha = hashlib.sha256(content.encode()).hexdigest()
+            found.append((name, sha, torch.tensor([ids[:tokens]])))
+        if len(found) == count:
+            return found
+    raise Error(f"--documents {source} has {len(found)} of {seen} documents with at least {tokens} "
+                f"tokens (the longest has {longest}), and --docs asks for {count}: ask for fewer "
+                "with --docs, or for shorter ones with --tokens")
 
 
-def texts(source):
+def first_tokens(content, tokenizer, count):
+    """At least the first `count` tokens of a text, or all, without reading a long one to its end.
+
+    A cut changes tokens near it, as a rule those of one word; a beginning is long enough when
+    twice as much of the text begins with the same tokens.
+    """
+    size, before = 8 * count + 1024, None
+    while True:
+        ids = tokenizer(content[:size], verbose=False).input_ids
+        if size >= len(content) or (len(ids) > count and ids[:count] == before):
+            return ids
+        size, before = 2 * size, ids[:count]
+
+
+def source_texts(source):
     """(name, text) of every document of a source, in an order that is the same for everybody."""
+    path = Path(os.path.expanduser(source))
     if source == "stdlib":
-        for path in stdlib_files(held_out=True):
-            yield "/".join(path.parts[-2:]), path.read_text(encoding="utf-8", errors="replace")
+        for file in stdlib_files(held_out=True):
+            yield "/".join(file.parts[-2:]), file.read_text(encoding="utf-8", errors="replace")
     elif source == "c4":
-        huggingface_hub.logging.set_verbosity_error()
         for shard in range(8):
             file = f"en/c4-validation.{shard:05d}-of-00008.json.gz"
-            try:
-                path = huggingface_hub.hf_hub_download("allenai/c4", file, repo_type="dataset")
-            except Exception as error:                                     # OSError, HfHubHTTPError, httpx.ConnectError...
-                raise Error(f"cannot download {file} of allenai/c4 from the Hugging Face hub, and it is not in the cache: "
-                            f"{type(error).__name__}; run once with a connection, or name a file of your own with "
-                            f"--documents") from None
-            yield from jsonl_texts(Path(path), file)
-    else:
-        path = Path(os.path.expanduser(source))
-        if os.path.isdir(path):
-            files = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
-        elif os.path.isfile(path):
-            files = [path]
-        else:
-            raise Error(f"--documents is stdlib, c4, or an existing file or folder, not {source!r}")
-        for file in files:
+            get = functools.partial(huggingface_hub.hf_hub_download, "allenai/c4", file,
+                                    repo_type="dataset")
+            yield from jsonl_texts(from_hub(f"file {file} of allenai/c4", get, Path.exists), file)
+    elif os.path.isdir(path) or os.path.isfile(path):
+        for file in [path] if path.is_file() else sorted(path.iterdir()):
             if re.search(r"\.jsonl?(\.gz)?$", file.name.lower()):
                 yield from jsonl_texts(file, file.name)
-            else:
+            elif file.is_file() and not file.name.startswith("."):
                 yield file.name, read_text(file)
+    else:
+        raise Error(f"--documents is stdlib, c4, or an existing file or folder, not {source!r}")
 
 
 def read_text(path):
@@ -433,285 +647,300 @@ def read_text(path):
 
 def jsonl_texts(path, name):
     """(name:line, text) of a .jsonl file, gzipped or not, whose lines have a "text"."""
-    opened = gzip.open if path.suffix == ".gz" else open
+    opened = gzip.open if path.name.lower().endswith(".gz") else open
     number = 0
     try:
         with opened(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    text = json.loads(line)["text"]
-                    if not isinstance(text, str):
-                        raise TypeError("its text is no string")
-                    yield f"{name}:{number}", text.encode(errors="replace").decode()       # no lone surrogates
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise Error(f"cannot read {path} beyond line {number}: {first_line(error)}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Error(f"{path}, line {number}: no JSON object with a \"text\" ({type(error).__name__}: {error})") from None
+                    content = json.loads(line)["text"]
+                    yield f"{name}:{number}", content.encode(errors="replace").decode()
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError,
+            RecursionError) as error:
+        raise Error(f'{path}, at line {number}: not JSON lines with a "text" '
+                    f"({type(error).__name__}: {first_line(error)})") from None
 
 
 def stdlib_files(held_out):
-    """Python's own source files: the fifth that is held out for evaluation, or the rest, which tiny/ is trained on.
+    """Python's own source files: the fifth held out for evaluation, or what tiny/ is trained on.
 
-    The one rule: a file is held out when the SHA-256 of its name, relative to the library's folder, is 0 modulo 5; files
-    come in the order of that hash. Test suites, encodings, lib2to3, IDLE and other people's packages are in neither part.
-    The library differs between Python versions, and so do its files.
+    A file is held out when the SHA-256 of its name, relative to the library's folder, is 0 modulo
+    5; files come in the order of that hash. Test suites, encodings, lib2to3, IDLE and other
+    people's packages are in neither part. Other Python versions have other files.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "config"}
-    names = {p.relative_to(root).as_posix(): p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)}
-    digest = {name: int(hashlib.sha256(name.encode()).hexdigest(), 16) for name in names}
-    return [names[name] for name in sorted(names, key=digest.get) if (digest[name] % 5 == 0) == held_out]
+    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings",
+            "pydoc_data", "config"}
+    order = {}
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root)
+        if not skip & set(name.parts):
+            order[path] = int(hashlib.sha256(name.as_posix().encode()).hexdigest(), 16)
+    return [path for path in sorted(order, key=order.get) if (order[path] % 5 == 0) == held_out]
 
 
-# ---- 5. result files, and the command line ----------------------------------------------------------------------------
+# ---- result files -------------------------------------------------------------------------------
 
 def write_whole(path, write):
-    """write(a temporary path beside it), then rename: a killed run leaves the old file or the new one, and no half."""
+    """write(a temporary path), then rename: a killed run leaves the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         temporary.replace(path)
     except OSError as error:
-        raise Error(f"cannot write {path}: {error.strerror}") from None
+        raise Error(f"cannot write {path}: {error.strerror or first_line(error)}") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
 
 
-def write_json(path, data):
-    """Write a result file, whole or not at all. NaN is refused."""
+def read_results(path):
+    """The content of a result file. Raises Error if it is none."""
     try:
-        text = json.dumps(data, allow_nan=False) + "\n"
-    except ValueError:
-        raise Error(f"a result for {path} is NaN or infinite, so it was not written: the model has diverged "
-                    f"(try --dtype float32)") from None
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record["script"], record["items"], record["arguments"], record["environment"]["weights"]
+        return record
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Error(f"{path} is no result file of these scripts ({type(error).__name__}): delete "
+                    "it to start over, or give another --results") from None
 
 
-def read_json(path):
-    """The dict in a JSON file; {} if there is no file, or none that is whole."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return data if isinstance(data, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
+def plan(script, arguments):
+    """An opened model for each name in --model, so that all are checked before the first runs."""
+    runs = []
+    for model in arguments["model"]:
+        run = open_model(model, arguments["device"], arguments["dtype"])
+        run.script, run.output = script, Path(arguments["results"]) / Path(run.model).name
+        if run.output in [other.output for other in runs]:
+            raise Error(f"--model names two models whose results would both go to {run.output}: "
+                        "run one of them with another --results")
+        for path in sorted(run.output.glob("**/*.json")):
+            made = read_results(path)
+            if made["environment"]["weights"] != run.environment["weights"]:
+                raise Error(f"{path} comes from other weights, of {made['model']}: delete the "
+                            f"folder {run.output} to start over, or give another --results")
+        write_whole(run.output / "writable", Path.touch)
+        (run.output / "writable").unlink()
+        runs.append(run)
+    return runs
 
 
-def mean_se(changes):
-    """{"mean", "se"} of paired changes; the standard error over documents or samples has ddof=1, and is None for one."""
-    x = torch.tensor(changes, dtype=torch.float64)
-    return {"mean": x.mean().item(), "se": (x.std() / len(x) ** 0.5).item() if len(x) > 1 else None}
+def warn_of_length(run, tokens):
+    limit = getattr(run.text, "max_position_embeddings", None)
+    if limit and tokens > limit:
+        say_once(f"warning: {run.model} is made for at most {limit} tokens "
+                 f"(max_position_embeddings) and will read {tokens}")
 
 
-def result_folder(model, results):
-    """results/<the last part of the model's id or path>."""
-    return Path(results) / Path(locate(model)).name
+def result_path(run, stem, arguments):
+    """results/<model>/<stem>.json; what is not the default is named: <stem>.keep=random.json."""
+    for key, default in {"heads": "all", "keep": "top", "segment": 256, "data": None}.items():
+        if stem != "02_decay" and arguments.get(key, default) != default:
+            stem += f".{key}={'ruler' if key == 'data' else arguments[key]}"
+    return run.output / f"{stem}.json"
 
 
-def check_run(arguments):
-    """Check the flags that the stages share, and return the folder for the results: all that can be known without a model."""
-    for flag, low in (("docs", 1), ("tokens", 2), ("segment", 1)):
-        if flag in arguments:
-            whole(flag, arguments[flag], low)
-    if arguments["dtype"] not in DTYPES:
-        raise Error(f"--dtype is one of {', '.join(DTYPES)}, not {arguments['dtype']!r}")
-    try:
-        torch.zeros(1, device=resolve(arguments["device"]), dtype=torch.float64).item()         # which Apple's mps has not
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise Error(f"--device {arguments['device']!r} is not to be had here: {first_line(error)}") from None
-    folder = result_folder(arguments["model"], arguments["results"])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Error(f"--results {arguments['results']}: cannot write there ({error.strerror})") from None
-    for path in folder.glob("**/*.json"):
-        other = read_json(path).get("model")
-        if isinstance(other, str) and locate(other) != locate(arguments["model"]):
-            raise Error(f"{folder} holds results of another model, {other}: give --results another folder")
-    return folder
+# A run may go on with other values of these: what they come to is in the environment and the items.
+FREE = {"model", "docs", "samples", "rows", "results", "device", "dtype", "tasks", "lengths"}
 
 
-def resolve(device):
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+def open_results(run, path, arguments, **more):
+    """The record of a result file: what is there to go on from, or a new one without items.
 
-
-def begin(script, arguments):
-    """Load the model that the flags name and say so: (model, tokenizer, GDN layers)."""
-    net, tokenizer, layers = load_model(arguments["model"], resolve(arguments["device"]), arguments["dtype"])
-    heads = net.config.get_text_config(decoder=True).linear_num_value_heads
-    kernels = ""
-    if net.device.type != "cpu":
-        fast = [name for name in ("fla", "causal_conv1d") if importlib.util.find_spec(name)]
-        kernels = f", kernels: {' and '.join(fast) or 'those of transformers; flash-linear-attention would be faster'}"
-    print(f"{script}: {arguments['model']}, {len(layers)} GDN layers x {heads} heads, states "
-          f"{' x '.join(map(str, state_shape(net)))}, {str(net.dtype)[6:]} on {net.device}{kernels}", file=sys.stderr)
-    return net, tokenizer, layers
-
-
-def state_shape(net):
-    """[V, K] of the model's states."""
-    config = net.config.get_text_config(decoder=True)
-    return [config.linear_value_head_dim, config.linear_key_head_dim]
-
-
-def fingerprint(net):
-    """Eight digits that tell weights apart: a hash of some thousand evenly spaced values of every tensor."""
-    digest = hashlib.sha256()
-    for tensor in net.state_dict().values():
-        digest.update(tensor.flatten()[::max(tensor.numel() // 4096, 1)].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:8]
-
-
-def environment(net):
-    gpu = f" ({torch.cuda.get_device_name(net.device)})" if net.device.type == "cuda" else ""
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "device": f"{net.device}{gpu}",
-            "dtype": str(net.dtype)[6:], "weights": fingerprint(net)}
-
-
-def check_same(path, record, wanted):
-    """Raise Error if a result file (its record, {} for none) was made with other values of wanted arguments or weights."""
-    made = {**record.get("arguments", {}), "weights": record.get("environment", {}).get("weights")} if record else wanted
-    for name, value in wanted.items():
-        if made.get(name) != value and not (name == "model" and locate(str(made.get(name))) == locate(value)):
-            what = "the weights" if name == "weights" else f"--{name.removesuffix('_sha256')}"
-            raise Error(f"{path} was made with {what} {made.get(name)}, not {value}: run it with the same to go on, or delete "
-                        f"it, or give another --results, to start over")
-
-
-def measure_documents(script, arguments, measure, summarise, rows=1, suffix=""):
-    """Stages 01 to 03: measure every document, save each as it is done, and write results/<model>/<script><suffix>.json.
-
-    A run that was killed leaves a .part.json; the next one with the same flags goes on from it. A finished file is left
-    as it is, and never replaced by one of other flags or weights.
-
-    Args:
-        arguments: the script's flags, as it ran with them.
-        measure: (model, GDN layers, ids [1, T], timing) -> a dict of plain numbers for one document.
-        summarise: list of those dicts -> the file's results.
-        rows: rows that each document is run in, for the tokens per second.
+    Raises Error where it was made with other arguments, weights, versions or on another device.
     """
-    folder = check_run(arguments)
-    model_config(arguments["model"])
-    found = documents(arguments["documents"], load_tokenizer(arguments["model"]), arguments["docs"], arguments["tokens"])
-    path = folder / f"{script}{suffix}.json"
-    before, same = read_json(path), json.loads(json.dumps(arguments))
-    for flag in ("rows", "results"):                              # no number depends on them, but for rounding
-        same.pop(flag, None)
-    check_same(path, before, same)
-    net, _, layers = begin(script, arguments)
-    print(f"{len(found)} documents of {arguments['tokens']} tokens from {arguments['documents']}: "
-          f"{', '.join(name for name, *_ in found[:3])}{', ...' if len(found) > 3 else ''}", file=sys.stderr)
-    key = {"arguments": same, "environment": environment(net),
-           "documents": [{"name": name, "sha256": sha} for name, sha, _ in found]}
-    check_same(path, before, {"weights": key["environment"]["weights"]})
-    if before.get("environment") == key["environment"] and before.get("results", {}).get("documents") == key["documents"]:
-        print(f"{path} is complete: delete it to measure again", file=sys.stderr)
-        return path
-    part = path.with_suffix(f".{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}.part.json")
-    done = read_json(part).get("done", [])
-    if done:
-        print(f"going on after {len(done)} documents in {part}", file=sys.stderr)
-    for _, _, ids in tqdm(found[len(done):], desc=script, unit="doc", initial=len(done), total=len(found)):
-        timing, start = {"model": 0.0, "boundary": 0.0}, time.perf_counter()
-        values = measure(net, layers, ids.to(net.device), timing)
-        done.append({"values": values, "seconds": {**timing, "total": time.perf_counter() - start}})
-        write_json(part, {**key, "done": done})
-    seconds = {k: sum(d["seconds"][k] for d in done) for k in ("model", "boundary", "total")}
-    tokens = sum(ids.numel() for *_, ids in found) * rows
-    write_json(path, {
-        "script": script, "model": arguments["model"], "arguments": arguments, "environment": key["environment"],
-        "timing": {"tokens_per_second": tokens / seconds["total"], "model_seconds": seconds["model"],
-                   "truncate_seconds": seconds["boundary"], "total_seconds": seconds["total"]},
-        "results": {"layers": layers, "state": state_shape(net), "documents": key["documents"],
-                    **summarise([d["values"] for d in done])}})
-    part.unlink()
-    return path
+    record = {"script": run.script, "model": run.model, "layers": run.layers, "state": run.state,
+              "shape": {"layers": run.text.num_hidden_layers, "hidden": run.text.hidden_size,
+                        "heads": run.heads},
+              "arguments": {**arguments, "model": run.model}, "environment": run.environment,
+              **more, "items": []}
+    record = json.loads(json.dumps(record))
+    if not path.exists():
+        return record
+    made = read_results(path)
+    now = {key: value for key, value in record["arguments"].items() if key not in FREE}
+    now |= {**record["environment"], **{key: record[key] for key in more}}
+    before = {**made, **made["arguments"], **made["environment"]}
+    for key in now:
+        if before.get(key) != now[key]:
+            raise Error(f"{path} was made with {key} {before.get(key)}, not {now[key]}: run it "
+                        "with the same to go on; delete it, or give another --results, to start "
+                        "over")
+    return {**record, "items": made["items"]}
 
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-NAMES = ("model", "documents", "keep", "data", "device", "dtype", "results")       # flags that are a name, not a number
+def add_item(path, record, item):
+    """Append what was measured on one document or sample, and write the file whole.
+
+    Raises Error for NaN, and where another run has changed the file in the meantime.
+    """
+    there = read_results(path)["items"] if path.exists() else []
+    if there != record["items"]:
+        raise Error(f"{path} was changed by another run: this one stops, and leaves it as it is")
+    try:
+        record["items"].append(json.loads(json.dumps(item, allow_nan=False)))
+    except ValueError:
+        raise Error(f"a result for {path} is NaN or infinite, so it was not written: the model has "
+                    "overflowed (try --dtype float32)") from None
+    content = json.dumps(record) + "\n"
+    write_whole(path, lambda temporary: temporary.write_text(content, encoding="utf-8"))
+
+
+def open_documents(run, arguments, **more):
+    """Give a run of stages 01 to 03 its documents, its result file, and what is left to do."""
+    warn_of_length(run, arguments["tokens"])
+    run.documents = documents(arguments["documents"], run.tokenizer, arguments["docs"],
+                              arguments["tokens"])
+    run.path = result_path(run, run.script, arguments)
+    run.record = open_results(run, run.path, arguments, **more)
+    for item, (name, sha, _) in zip(run.record["items"], run.documents):
+        if item["sha256"] != sha:
+            raise Error(f"{run.path} holds another document than {name}: run it with the same "
+                        "--documents to go on; delete it, or give another --results, to start over")
+    run.left = run.documents[len(run.record["items"]):]
+
+
+def unmeasured(run, passes=1):
+    """Loads the model, and yields (net, ids [1, T], item, bar) for each document without a result.
+
+    The caller measures into the item, a dict, and counts tokens on the bar, in so many passes over
+    a document; when it comes back the item is written. The next run goes on after what is there.
+    """
+    if not run.left:
+        print(f"{run.path} is complete", file=sys.stderr)
+        return
+    net = load_model(run)
+    tokens = run.left[0][2].numel()
+    print(f"{run.script}: {len(run.left)} of {len(run.documents)} documents of {tokens} tokens: "
+          f"{', '.join(name for name, *_ in run.left[:3])}, ...", file=sys.stderr)
+    with tqdm(total=len(run.left) * tokens * passes, desc=run.script, unit="token",
+              unit_scale=True) as bar:
+        for name, sha, ids in run.left:
+            item = {"name": name, "sha256": sha, "seconds": {"total": 0.0, "truncate": 0.0}}
+            with stopwatch(item["seconds"], "total"):
+                yield net, ids.to(resolve(run.device)), item, bar
+            add_item(run.path, run.record, item)
+
+
+def chosen_heads(run, heads):
+    """The mask [L, H] of the heads that --heads names, by the horizons in 02_decay.json."""
+    if heads == "all":
+        return torch.ones(len(run.layers), run.heads, dtype=torch.bool)
+    path = run.output / "02_decay.json"
+    if not path.exists():
+        raise Error(f"--heads {heads} needs the decay horizons of {run.model}, and there is no "
+                    f"{path}: run 02_decay.py first")
+    log_a = torch.tensor([item["log_a"] for item in read_results(path)["items"]])
+    horizon = decay_horizon(log_a.double().mean(0))                 # [L, H]
+    side, limit = heads.split("-")
+    mask = horizon > int(limit) if side == "over" else horizon <= int(limit)
+    if not mask.any():
+        raise Error(f"--heads {heads} is no head of {run.model}: their horizons are "
+                    f"{horizon.min():.0f} to {horizon.max():.0f} tokens")
+    return mask
+
+
+def check_ranks(run, ranks, default):
+    """The ranks, largest first; of the default, those beyond a small state's modes are left out."""
+    modes = min(run.state)
+    if max(ranks) > modes and ranks != default:
+        raise Error(f"--ranks {max(ranks)} is beyond the {modes} modes of the states of "
+                    f"{run.model}")
+    return sorted((rank for rank in set(ranks) if rank <= modes), reverse=True)
+
+
+def row_groups(ranks, rows):
+    """Ranks to run side by side, each time beside the untouched model: [[None, 48, 32], ...]."""
+    rows = rows or len(ranks)
+    return [[None, *ranks[i:i + rows]] for i in range(0, len(ranks), rows)]
+
+
+def mean_se(values):
+    """Mean and standard error (ddof=1); the error is None for a single value."""
+    x = torch.tensor(values, dtype=torch.float64)
+    return x.mean().item(), (x.std() / len(x) ** 0.5).item() if len(x) > 1 else None
+
+
+def with_error(values):
+    """Their mean and standard error, like '+0.0053 ± 0.0011': two significant digits of the error.
+
+    Where all values are the same there is no such error, and it is said of how many they are.
+    """
+    mean, error = mean_se(values)
+    if not error:
+        return f"{mean:+.4g} ({'all' if mean else 'none'} of {len(values)})"
+    digits = 1 - int(f"{error:.1e}".split("e")[1])                  # 0.0011 -> 4
+    if digits > 7:
+        return f"{mean:+.1e} ± {error:.1e}"
+    return f"{mean:+.{max(digits, 0)}f} ± {error:.{max(digits, 0)}f}"
+
+
+# ---- flags --------------------------------------------------------------------------------------
+
+def flag(says, pattern, convert=str):
+    """A parameter's annotation: a function from what was typed to a value, or a refusal."""
+    def value(typed):
+        if typed in ("", "True", "False"):                          # what Fire makes of no value
+            raise Error(f"needs a value: {says}")
+        if not re.fullmatch(pattern, typed, re.DOTALL):
+            raise Error(f"takes {says}, not {typed!r}")
+        return convert(typed)
+    value.__qualname__ = says                                       # the type that --help shows
+    return value
+
+
+def parts(typed):
+    return tuple(dict.fromkeys(part.strip() for part in typed.split(",")))
+
+
+def models(typed):
+    return BUNDLED if typed == "tiny" else parts(typed)
+
+
+def numbers(typed):
+    return tuple(map(int, parts(typed)))
+
+
+TEXT = flag("text", ".+")
+NAMES = flag("names with commas", " *[^, ]+ *(, *[^, ]+ *)*", parts)
+MODELS = flag("models with commas", "[^,]+(,[^,]+)*", models)
+NUMBER = flag("a whole number from 1", "0*[1-9][0-9]*", int)
+NUMBER_0 = flag("a whole number from 0", "[0-9]+", int)
+NUMBERS = flag("whole numbers with commas", " *[0-9]+ *(, *[0-9]+ *)*", numbers)
+MODES = flag("top, bottom or random", "|".join(KEEP))
+HEADS = flag("all, over-N or upto-N", "all|(over|upto)-[0-9]+")
+DTYPE = flag("a dtype, or auto", "auto|float32|bfloat16|float16")
 
 
 def command(main):
-    """Run main as a command line with Fire: strict, since by itself Fire runs first and complains of a typo afterwards.
+    """Run main with the flags of the command line; an Error ends the program with one sentence.
 
-    Fire only parses here (main's flags are keyword-only, so it can fill nothing by position); main runs when all of it
-    was understood, and an Error, or a library's complaint about memory, ends the program with one sentence.
+    By itself Fire calls main first and complains of a mistyped flag afterwards. So it calls a
+    stand-in with main's signature, which takes down what was typed, and main runs when Fire has
+    found nothing to complain of.
     """
-    known, words = list(inspect.signature(main).parameters), sys.argv[1:]
-    wants_value, given = False, set()
-    for word in [] if {"--help", "-h"} & set(words) else words:
-        flag = re.match(r"--?([A-Za-z][\w-]*)(=.*)?$", word, re.DOTALL)
-        if flag and flag[1].replace("-", "_") not in known and [name[0] for name in known].count(flag[1]) != 1:
-            sys.exit(f"unknown flag {word.split('=')[0]!r}: this script takes {', '.join('--' + name for name in known)}")
-        if flag and flag[1] in given:
-            sys.exit(f"--{flag[1]} is given twice: give it once, a list with commas")
-        given.add(flag and flag[1])
-        if not flag and not wants_value:
-            sys.exit(f"{word!r} belongs to no flag: write --flag value, and lists with commas and no spaces")
-        wants_value = bool(flag) and flag[2] is None
-    called = []
-    parse = functools.wraps(main)(lambda **flags: called.append(flags))
-    fire.Fire(parse, serialize=lambda _: None)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")                        # a terminal without a ±
+    typed = {}
+    stand_in = functools.wraps(main)(lambda **flags: typed.update(flags))
+    fire.parser.DefaultParseValue = str                             # values stay as they were typed
+    fire.Fire(stand_in, ["--", "--help"] if {"-h", "--help"} & set(sys.argv) else sys.argv[1:])
     try:
-        for flags in called:
-            for name, value in flags.items():
-                if isinstance(value, bool) or (value is None and inspect.signature(main).parameters[name].default is not None):
-                    raise Error(f"--{name} needs a value")
-                if name in NAMES and value is not None:
-                    flags[name] = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            main(**flags)
+        main(**{name: converted(main, name, value) for name, value in typed.items()})
     except Error as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped; what was finished is kept, and the same command goes on from there")
-    except torch.OutOfMemoryError:
-        sys.exit("error: out of memory on the device: run fewer rows side by side with --rows, or shorter --tokens or --lengths")
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in f"{type(error).__name__} {error}".lower():
+            raise
+        sys.exit("error: out of memory: try fewer --rows side by side, or shorter --tokens or "
+                 f"--lengths ({first_line(error)})")
 
 
-def whole(flag, value, low=1):
-    """A whole number of at least `low`, as a flag gave it."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise Error(f"--{flag} is a whole number from {low} up, not {value!r}")
-    return value
-
-
-def listed(flag, value, allowed=None):
-    """The strings of a list flag: Fire makes 48 an int, 48,12 a tuple, vt a string and a-b,c one string."""
-    parts = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    parts = list(dict.fromkeys(str(part).strip() for part in parts if str(part).strip()))
-    if not parts:
-        raise Error(f"--{flag} is empty: give one value, or several with commas")
-    for part in parts:
-        if allowed is not None and part not in allowed:
-            raise Error(f"--{flag} knows {', '.join(allowed)}, not {part!r}")
-    return parts
-
-
-def whole_numbers(flag, value, low=1, high=None):
-    """The whole numbers of a list flag, each within low...high."""
-    numbers = []
-    for part in listed(flag, value):
-        if not re.fullmatch(r"-?\d+", part) or int(part) < low or (high and int(part) > high):
-            raise Error(f"--{flag} takes whole numbers {f'from {low} to {high}' if high else f'from {low} up'}, not {part}")
-        numbers.append(int(part))
-    return numbers
-
-
-RANKS = "48,32,24,16,12,8,4"        # the default of stages 01 and 03; what exceeds a smaller model's states is left out
-
-
-def check_ranks(ranks, model, default=RANKS):
-    """The ranks of a flag, largest first, within 1...M of the model's states; reads the model's configuration only."""
-    config = model_config(model)
-    modes = min(config.linear_key_head_dim, config.linear_value_head_dim)
-    if ranks == default:
-        ranks = [rank for rank in default.split(",") if int(rank) <= modes]
-    return sorted(whole_numbers("ranks", ranks, 1, modes), reverse=True)
-
-
-def row_groups(every, rows):
-    """The rows to run side by side: all of them, or at most `rows` at a time."""
-    rows = len(every) if rows is None else whole("rows", rows)
-    return [every[i:i + rows] for i in range(0, len(every), rows)]
+def converted(main, name, typed):
+    try:
+        return main.__annotations__[name](typed)
+    except Error as error:
+        raise Error(f"--{name} {error}") from None
