@@ -323,8 +323,8 @@ def along_panel(ax, records):
 def readout_panel(ax, records):
     record = find(records, "01_spectrum")[0]
     rank = near_12(record)
-    x = np.clip(1 - values(record, "energy", rank).mean(0), 1e-9, 1)                # [L, H]
-    y = np.clip(1 - values(record, "readout", rank).mean(0), 1e-9, 1)
+    x = np.clip(1 - values(record, "energy", rank).mean(0), 1e-14, 1)                # [L, H]
+    y = np.clip(1 - values(record, "readout", rank).mean(0), 1e-14, 1)
     for i, style in layer_styles(record["layers"]):
         ax.plot(x[i], y[i], linestyle="", **style)
     line = [min(x.min(), y.min()), 1]

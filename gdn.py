@@ -103,14 +103,14 @@ def modes(state):
     the float32 states of models have; it is formed from a state scaled to size one, so that
     nothing under- or overflows. Raises Error for a state with NaN or infinity.
     """
-    if not torch.isfinite(state).all():
-        raise Error("a state holds NaN or infinity, so it has no singular modes: the model has "
-                    "diverged (try --dtype float32)")
     if splits(state):
         sigmas, vectors = zip(*on_every_core(modes, state))
         return torch.cat(sigmas), torch.cat(vectors)
     M = min(state.shape[-2:])
-    size = state.double().abs().amax((-2, -1), keepdim=True)        # [..., 1, 1]
+    size = state.abs().amax((-2, -1), keepdim=True).double()        # [..., 1, 1]
+    if not torch.isfinite(size).all():
+        raise Error("a state holds NaN or infinity, so it has no singular modes: the model has "
+                    "diverged (try --dtype float32)")
     scaled = state.double() / size.clamp_min(torch.finfo(torch.float64).tiny)
     squares, vectors = eigh(scaled.mT @ scaled)                     # [..., K], [..., K, K]
     sigma = squares[..., -M:].clamp_min(0).sqrt() * size[..., 0]    # [..., M], ascending
@@ -141,8 +141,8 @@ def truncate(state, rank, keep="top", seed=0):
             a state that several ranks share is decomposed once. Where the rank is at or above M
             the matrix comes back untouched, bit for bit; rank 0 wipes it.
         keep: "top", the largest modes; the controls are "bottom", the smallest, and "random", drawn
-            with `seed`, anew for each matrix but shared along the dimensions that ranks vary in, so
-            that ranks compare like with like.
+            with `seed` (an int, or a torch.Generator to go on with), anew for each matrix but
+            shared along the dimensions that ranks vary in, so that ranks compare like with like.
 
     Returns:
         the truncated states, in the state's dtype. Raises Error for another rank or keep, and for
@@ -166,8 +166,9 @@ def truncate(state, rank, keep="top", seed=0):
         place = place.flip(0)
     if keep == "random":
         shape = [1 if ranks > 1 else n for ranks, n in zip(rank.shape, state.shape)]
-        draws = torch.rand(*shape, M, generator=torch.Generator().manual_seed(seed))
-        place = draws.argsort(-1).to(state.device)
+        if not isinstance(seed, torch.Generator):
+            seed = torch.Generator().manual_seed(seed)
+        place = torch.rand(*shape, M, generator=seed).argsort(-1).to(state.device)
     kept = place < rank[..., None]                                  # [..., M], largest first
     if len(state) > 1:
         kept = kept.expand(len(state), *kept.shape[1:])             # to split with the states
@@ -230,17 +231,9 @@ def rows_in(cache):
 
 
 def read_states(cache, layers):
-    """All states of a run, [L, B, H, V, K], on the first one's device.
-
-    Transformers keeps their transposes; this and write_states are the one conversion.
-    """
-    states = [cache.layers[i].recurrent_states[0] for i in layers]
-    return torch.stack([state.to(states[0].device) for state in states]).mT
-
-
-def write_states(cache, layers, states):
-    for i, state in zip(layers, states):
-        cache.layers[i].recurrent_states[0].copy_(state.mT)
+    """All states of a run, [L, B, H, V, K], on the first one's device; the cache has transposes."""
+    states = [cache.layers[i].recurrent_states[0].mT for i in layers]
+    return torch.stack([state.to(states[0].device) for state in states])
 
 
 @torch.inference_mode()
@@ -248,26 +241,24 @@ def truncate_rows(cache, layers, ranks, keep="top", seed=0, heads=None):
     """Truncate row i of every state in the cache to ranks[i] modes, in place; None leaves it whole.
 
     Until the first boundary all rows are the same, so the run begins with one: a cache of a single
-    row is decomposed once for all the ranks, and becomes a cache of a row for each rank.
+    row becomes one of a row for each rank, and its states are decomposed once for all of them.
 
     heads: a boolean mask [L, H] of the heads to truncate; the others stay whole. All by default.
     """
-    states = read_states(cache, layers).transpose(1, 2)             # [L, H, B, V, K]
-    if heads is None:
-        heads = torch.ones(states.shape[:2], dtype=torch.bool)
-    heads = heads.to(states.device)
-    rows = [row for row, rank in enumerate(ranks) if rank]          # neither whole nor wiped
-    chosen = states[heads]                                          # [N, B, V, K], N heads
-    if chosen.shape[1] > 1:
-        chosen = chosen[:, rows]
-    cut = truncate(chosen, torch.tensor([ranks[row] for row in rows], dtype=torch.long), keep, seed)
-    if states.shape[2] < len(ranks):
+    alike = rows_in(cache) < len(ranks)
+    if alike:
         cache.reorder_cache(torch.zeros(len(ranks), dtype=torch.long))
-        states = states.expand(-1, -1, len(ranks), -1, -1).clone()  # [L, H, R, V, K]
-    for row, rank in enumerate(ranks):
-        if rank is not None:
-            states[:, :, row][heads] = cut[:, rows.index(row)] if rank else 0.0
-    write_states(cache, layers, states.transpose(1, 2))
+    cut = torch.tensor([row for row, rank in enumerate(ranks) if rank], dtype=torch.long)
+    rank = torch.tensor([ranks[row] for row in cut], dtype=torch.long)[:, None]     # [R, 1]
+    wiped = [row for row, rank in enumerate(ranks) if rank == 0]
+    draws = torch.Generator().manual_seed(seed)                     # one stream for all layers
+    for layer, i in enumerate(layers):
+        states = cache.layers[i].recurrent_states[0].mT             # a view, [rows, H, V, K]
+        chosen = torch.arange(states.shape[1]) if heads is None else heads[layer].nonzero()[:, 0]
+        source = states[:1, chosen] if alike else states[cut[:, None], chosen]
+        states[cut[:, None], chosen] = truncate(source, rank, keep, draws)          # [R, h, V, K]
+        for row in wiped:
+            states[row, chosen] = 0.0
 
 
 @contextlib.contextmanager
@@ -340,6 +331,7 @@ def token_losses(model, hidden, targets):
         losses.append(-log_p.gather(1, targets.to(log_p.device)[:, None])[:, 0])
         divergences.append(-entropy - torch.linalg.vecdot(full, log_p))
         agreements.append((likeliest == full_likeliest).float())
+        del log_p                                                   # before there is another
     return tuple(torch.stack(rows).cpu() for rows in (losses, divergences, agreements))
 
 
