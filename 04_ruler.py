@@ -228,10 +228,13 @@ def make_sample(task, length, index, seed, tokenizer):
     low_tokens, high, slope = len(best["ids"]), math.inf, len(best["ids"]) / low
     while high - low > 1:
         guess = int(low + (room - low_tokens) / slope)
-        guess = max(low + 1, min(guess, high - 1, 16 * low))
+        if guess > 12 * low:                                    # far: a cheap look at an eighth
+            guess //= 8
+        guess = max(low + 1, min(guess, high - 1))
         sample = sized_sample(task, length, index, seed, tokenizer, guess)
         tokens = len(sample["ids"])
-        slope = max((tokens - low_tokens) / (guess - low), 0.01)
+        if guess - low > 8:                                     # fewer say little of the slope
+            slope = (tokens - low_tokens) / (guess - low)
         if tokens <= room:
             low, low_tokens, best = guess, tokens, sample
         else:
