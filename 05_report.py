@@ -291,7 +291,7 @@ def lengths_panel(ax, runs):
 
 
 def horizon_panel(ax, records):
-    [record, *_], [decay] = find(records, "01_spectrum"), find(records, "02_decay")
+    [record, *_], [decay, *_] = find(records, "01_spectrum"), find(records, "02_decay")
     x, y = horizons(decay), values(record, "effective_rank").mean((0, 1))           # [L, H]
     for i, style in layer_styles(record["layers"]):
         ax.plot(x[i], y[i], linestyle="", **style)
@@ -305,7 +305,7 @@ def horizon_panel(ax, records):
 
 
 def along_panel(ax, records):
-    [record, *_], [decay] = find(records, "01_spectrum"), find(records, "02_decay")
+    [record, *_], [decay, *_] = find(records, "01_spectrum"), find(records, "02_decay")
     effective, long = values(record, "effective_rank").mean(0), horizons(decay) > 256
     for i, (chosen, label) in enumerate(((long, "over 256"), (~long, "at most 256"))):
         if chosen.any():

@@ -886,20 +886,14 @@ def parts(typed):
     return tuple(dict.fromkeys(part.strip() for part in typed.split(",")))
 
 
-def models(typed):
-    return BUNDLED if typed == "tiny" else parts(typed)
-
-
-def numbers(typed):
-    return tuple(map(int, parts(typed)))
-
-
 TEXT = flag("text", ".+")
 NAMES = flag("names with commas", " *[^, ]+ *(, *[^, ]+ *)*", parts)
-MODELS = flag("models with commas", "[^,]+(,[^,]+)*", models)
+MODELS = flag("models with commas", "[^,]+(,[^,]+)*",
+              lambda typed: BUNDLED if typed == "tiny" else parts(typed))
 NUMBER = flag("a whole number from 1", "0*[1-9][0-9]*", int)
 NUMBER_0 = flag("a whole number from 0", "[0-9]+", int)
-NUMBERS = flag("whole numbers with commas", " *[0-9]+ *(, *[0-9]+ *)*", numbers)
+NUMBERS = flag("whole numbers with commas", " *[0-9]+ *(, *[0-9]+ *)*",
+               lambda typed: tuple(map(int, parts(typed))))
 MODES = flag("top, bottom or random", "|".join(KEEP))
 HEADS = flag("all, over-N or upto-N", "all|(over|upto)-[0-9]+")
 DTYPE = flag("a dtype, or auto", "auto|float32|bfloat16|float16")
