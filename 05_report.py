@@ -553,17 +553,18 @@ def main(*, model: gdn.MODELS = (), results: gdn.TEXT = "results"):
         names = sorted(path.name for path in root.glob("*") if path.is_dir())
     read = {name: read_model(root / name) for name in names}
     models = {name.replace("|", "/"): records for name, (records, _) in read.items() if records}
+    problems = [problem for _, missing in read.values() for problem in missing]
     if not models:
         raise gdn.Error(f"--results {results} holds no result file of "
-                        f"{', '.join(names) or 'a model'} to report: run the stages 01 to 04 first")
+                        f"{', '.join(names) or 'a model'} to report: run 01 to 04 first. "
+                        f"{'; '.join(problems)}")
     losses, heads = by_model(models, "03_loss"), by_model(models, "01_spectrum")
     both, tasks = by_model(models, "01_spectrum", "02_decay"), by_model(models, "04_ruler")
     page = ["# How much of the Gated DeltaNet state do these models depend on?\n"]
     page += [f"- **{name}**: {finding(records)}." for name, records in models.items()]
     page += ["", INTRODUCTION]
-    problems = [f"- {problem}" for _, missing in read.values() for problem in missing]
     if problems:
-        page += ["Not in this report:\n", *problems, ""]
+        page += ["Not in this report:\n", *(f"- {problem}" for problem in problems), ""]
     claims = [[claim, said, *(cell(records) or "not run" for records in models.values())]
               for claim, said, cell in CLAIMS]
     page += ["## The post's claims\n", table(["claim", "the post says", *models], claims)]

@@ -482,7 +482,7 @@ def open_model(model, device="auto", dtype="auto"):
     here = folder
     if folder is None:
         files = ["*.json", "*.txt", "*.model", "*.jinja"]
-        here = from_hub(f"configuration of {model}", functools.partial(
+        here = from_hub(f"configuration of {model}, which is no folder here,", functools.partial(
             huggingface_hub.snapshot_download, model, allow_patterns=files), has_tokenizer)
     config = from_library(f"configuration of {model}", AutoConfig.from_pretrained, here)
     text = config.get_text_config(decoder=True)
@@ -533,7 +533,9 @@ def device_name(device):
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         return " + ".join(["map", *gpus])
     try:
-        found = torch.zeros(1, device=resolve(device), dtype=torch.float64).device
+        found = torch.zeros(1, device=resolve(device), dtype=torch.float64)
+        found.item()                                                # which "meta" has not
+        found = found.device
     except (RuntimeError, AssertionError, TypeError) as error:      # Apple's mps has no float64
         raise Error(f"--device {device!r} is not to be had here: {first_line(error)}") from None
     return f"cuda ({torch.cuda.get_device_name(found)})" if found.type == "cuda" else found.type
@@ -712,8 +714,11 @@ def plan(script, arguments):
             if made["environment"]["weights"] != run.environment["weights"]:
                 raise Error(f"{path} comes from other weights, of {made['model']}: delete the "
                             f"folder {run.output} to start over, or give another --results")
-        write_whole(run.output / "writable", Path.touch)
-        (run.output / "writable").unlink()
+        try:
+            run.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Error(f"--results: {run.output} cannot be a folder here "
+                        f"({error.strerror})") from None
         runs.append(run)
     return runs
 

@@ -312,7 +312,7 @@ def test_the_controls_keep_the_smallest_and_random_modes_of_the_same_number():
     for row, rank in enumerate(ranks.tolist()):
         kept = gdn.modes(random[:, row])[0]                                 # [4, 6]
         distance = (kept[:, :, None] - sigma[:, row, None, :]).abs()        # [4, 6, 6]
-        assert (distance[:, :rank].amin(-1) < 1e-9).all() and (kept[:, rank:] < 1e-7).all()
+        assert (distance[:, :rank].amin(-1) < 1e-9).all() and (kept[:, rank:] < 1e-6).all()
         chosen += [tuple(d[:rank].argmin(-1).tolist()) for d in distance]
     assert len(set(chosen)) > 8                                             # anew for each matrix
     shared = gdn.modes(gdn.truncate(state[:, :1], ranks, "random", seed=5))[0].round(decimals=6)
@@ -1714,3 +1714,59 @@ def test_the_readme_names_every_script_and_no_flag_that_does_not_exist():
         for line in re.findall(rf"python {name}.py (.*)", text):
             for flag in re.findall(r"--([a-z-]+)", line):
                 assert flag in module.main.__annotations__, (name, flag)
+
+
+# ---- what a reader of a table or a control relies on --------------------------------------------
+
+def test_the_table_of_02_averages_log_a_before_it_inverts_and_counts_long_heads(capsys):
+    items = [{"log_a": [[-0.1, -2 / 10_000, -1.0]], "write_strength": [[0.5, 0.5, 0.5]]},
+             {"log_a": [[-0.001, 0.0, -1.0]], "write_strength": [[0.5, 0.5, 0.5]]}]
+    run = SimpleNamespace(record={"items": items}, layers=[7], model="m", path="p")
+    decay.print_table(run)
+    text = capsys.readouterr().out
+    assert re.search(r"7 +1\.0 +19\.8 +10000\.0 +0\.500", text), text
+    assert "1 of 3 heads have a horizon over 4,096 tokens, 67% one of at most 256" in text
+
+
+def test_the_table_of_01_names_the_shares_of_energy_by_their_ranks(capsys):
+    item = {"effective_rank": [[[3.0, 5.0]]], "energy": {"4": [[0.9, 0.9]], "1": [[0.2, 0.2]]}}
+    run = SimpleNamespace(record={"items": [item]}, layers=[7], ranks=[4, 1], model="m", path="p")
+    spectrum.print_table(run)
+    text = capsys.readouterr().out
+    assert "top 4, 1 modes" in text and re.search(r"90\.0% +20\.0%", text), text
+
+
+def test_random_modes_differ_between_layers_and_their_seeds_between_boundaries(monkeypatch):
+    model, seeds = random_model(), []
+    cache = new_cache(model)
+    list(gdn.segments(model, ids_of(40), 64, cache))
+    state = torch.randn(cache.layers[0].recurrent_states[0].shape)
+    with torch.inference_mode():
+        for i in LAYERS:
+            cache.layers[i].recurrent_states[0].copy_(state)
+    gdn.truncate_rows(cache, LAYERS, [3], "random")
+    first, second = (cache.layers[i].recurrent_states[0] for i in LAYERS)
+    assert not torch.allclose(first, second)
+    monkeypatch.setattr(gdn, "truncate_rows", lambda *args: seeds.append(args[4]))
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    loss.measure(model, LAYERS, ids_of(100), 32, [None, 3], "random", mask,
+                 {"truncate": 0.0}, NOBAR)
+    generate(model, ids_of(100), [None, 3], 1, segment=32)
+    assert len(set(seeds[:3])) == 3 and len(set(seeds[3:])) == 3
+
+
+def test_a_needle_can_stand_before_or_after_the_last_sentence():
+    orders = {tuple(ruler.scatter(["hay"], ["needle"], Random(seed))) for seed in range(50)}
+    assert orders == {("hay", "needle"), ("needle", "hay")}
+
+
+def test_the_first_lines_name_what_moves_and_a_panel_has_the_length_of_most_tasks(tmp_path):
+    for task, length, numbers in (("vt", 1024, [-50, -40, -45]), ("cwe", 1024, [-10, 0, 0]),
+                                  ("fwe", 1024, [10, 0, 8]), ("vt", 4096, [0, 0, 0])):
+        write_result(tmp_path, "a/m", f"04_ruler/{task}_{length}.json", "04_ruler",
+                     task_items(numbers), {"task": task, "length": length})
+    records, _ = report.read_model(tmp_path / "m")
+    assert "scores of 1 of 4 tasks by over two" in report.finding(records)
+    assert "vt at 1,024 by -45 points" in report.finding(records)
+    [(title, runs)] = report.by_variant({"m": records}).items()
+    assert title == "m, 1,024 tokens" and len(runs) == 3
