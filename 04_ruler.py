@@ -267,7 +267,9 @@ def read_upstream(path, count):
 
 
 def read_data(data, tasks, lengths, count):
-    """RULER's own files: {(task, length or None): samples}, with what is said of them in --tasks.
+    """RULER's own files that --tasks and --lengths ask for: {(task, length or None): found}.
+
+    What is found of a file are its samples and its SHA-256.
 
     data: one .jsonl, or a folder with .../<task>/validation.jsonl; in RULER's own tree, which is
     <length>/data/<task>/validation.jsonl, the length is the folder's.
@@ -459,7 +461,8 @@ def run_model(run, groups, samples, seed):
 
 def measure(net, run, task, sample, groups, seconds, bar):
     """References, outputs and scores of one sample."""
-    ids = torch.tensor([run.tokenizer(sample["prompt"], verbose=False).input_ids])
+    ids = sample.get("ids") or run.tokenizer(sample["prompt"], verbose=False).input_ids
+    ids = torch.tensor([ids])                                   # [1, T]
     if ids.shape[1] <= run.segment:
         raise gdn.Error(f"a prompt of {task} has {ids.shape[1]} tokens, and so crosses no boundary "
                         f"of --segment {run.segment}: nothing would be truncated")

@@ -384,7 +384,8 @@ def checked_eigh(gram, solve):
     if wrong.any():
         say_once(f"the eigensolver of {gram.device} failed on {int(wrong.sum())} of "
                  f"{wrong.numel()} matrices: these, and later ones, are solved on the CPU")
-        values[wrong], vectors[wrong] = (x.to(gram) for x in torch.linalg.eigh(gram[wrong].cpu()))
+        solved = zip(*on_every_core(torch.linalg.eigh, gram[wrong].cpu()))
+        values[wrong], vectors[wrong] = (torch.cat(parts).to(gram) for parts in solved)
     return values, vectors
 
 
@@ -458,7 +459,7 @@ def has_weights(folder):
 def find_model(model):
     """The name and the folder of a model; of a hub id, the folder is None.
 
-    The name is as it was typed; of a snapshot folder in the hub's cache, the repository's.
+    The name is the id or the folder's path; of a snapshot folder in the hub's cache, the id.
     """
     path = HERE / model if model in BUNDLED else Path(os.path.abspath(os.path.expanduser(model)))
     if not os.path.isdir(path):
