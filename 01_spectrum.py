@@ -1,99 +1,109 @@
 """The spectrum of every head's state, and how much of its tail the text that follows reads.
 
-    python 01_spectrum.py                                             # the bundled models
+    python 01_spectrum.py                                             # the bundled model
     python 01_spectrum.py --model Qwen/Qwen3.5-0.8B --documents c4 --tokens 16384   # the post's
 
 The states are looked at, and left alone, at every segment boundary of every document: effective
-rank and singular values; the share of energy in the top r modes, and of what the next segment reads
-of the state (gdn.effective_queries); and the overlap of the top-r subspace of keys with that of the
-boundary before, and, for comparison, with that of another document.
+rank, beside that of a null with random keys, and singular values; the share of energy in the top r
+modes, and of what the next segment reads of the state (gdn.effective_queries); and the overlap of
+the top-r subspace of keys with that of the boundary before, and with that of another document.
 """
 from statistics import median
 
+import gdn
 import torch
 from transformers import DynamicCache
-
-import gdn
 
 RANKS = (48, 32, 24, 16, 12, 8, 4, 2, 1)
 
 
-def main(*, model: gdn.MODELS = gdn.BUNDLED, documents: gdn.TEXT = "stdlib", docs: gdn.NUMBER = 8,
-         tokens: gdn.NUMBER = 4096, segment: gdn.NUMBER = 256, ranks: gdn.NUMBERS = RANKS,
-         device: gdn.TEXT = "auto", dtype: gdn.DTYPE = "auto", results: gdn.TEXT = "results"):
-    """Measure the singular modes of every GDN state at every segment boundary.
-
-    Args:
-        model: folders, hub ids, tiny/hybrid or tiny/recurrent, with commas; tiny is the last two.
-        documents: stdlib, c4, or a .txt, .jsonl, .jsonl.gz or folder of text files.
-        docs: how many documents.
-        tokens: how many tokens of each document.
-        segment: tokens between boundaries.
-        ranks: r for the shares and the overlaps of the top r modes (48,32,24,16,12,8,4,2,1).
-        device: auto, cpu, cuda, cuda:1, ..., or map for a model larger than one device.
-        dtype: auto (the checkpoint's own), float32, bfloat16 or float16.
-        results: the folder to write to.
-    """
+def main(*, model: str = "tiny/hybrid", documents: str = "stdlib", docs: gdn.count = 8,
+         tokens: gdn.count = 4096, segment: gdn.count = 256, ranks: gdn.counts = RANKS,
+         device: str = "auto", dtype: gdn.DType = "auto", results: str = "results"):
+    """Measure the singular modes of every GDN state at every segment boundary."""
     arguments = dict(locals())
     if tokens <= 2 * segment:
         raise gdn.Error(f"--tokens {tokens} holds fewer than two boundaries of --segment "
                         f"{segment}: the overlap needs two")
     if 0 in ranks:
         raise gdn.Error("--ranks 0 keeps no mode to look at here: it is a rank of 03 and 04")
-    runs = gdn.plan("01_spectrum", arguments)
-    for run in runs:
-        run.ranks = gdn.check_ranks(run, ranks, RANKS)
-        gdn.open_documents(run, {**arguments, "ranks": run.ranks})
-    for run in runs:
-        other = None
-        for net, ids, item, bar in gdn.unmeasured(run):
-            if other is None and run.record["items"]:                   # a stopped run goes on
-                first = run.documents[0][2].to(ids.device)
-                other = last_vectors(net, run.layers, first, segment)
-            seconds = item["seconds"]
-            found, last = measure(net, run.layers, ids, segment, run.ranks, other, seconds, bar)
-            item.update(found)
-            if other is None:
-                other = last
-        print_table(run)
+    run = gdn.open_model(model, device, dtype, results)
+    ranks = gdn.check_ranks(run, ranks, RANKS)
+    texts = gdn.documents(documents, run.tokenizer, docs, tokens)
+    depends = {"tokens": tokens, "segment": segment, "ranks": ranks}
+    path, record = gdn.open_results(run, "01_spectrum", {**arguments, "ranks": ranks}, depends,
+                                    texts)
+    left = texts[len(record["items"]):]
+    gdn.start(run, path, len(left), len(left) * tokens)
+    other = None
+    if left and record["items"]:                                        # a stopped run goes on
+        other = last_vectors(run, texts[0][2], segment)
+    for name, sha, ids in left:
+        found, last = measure(run, ids, segment, ranks, other)
+        gdn.add_item(run, path, record, {"name": name, "sha256": sha, **found})
+        if other is None:
+            other = last
+    print_table(record)
+    print(path)
 
 
-def measure(net, layers, ids, segment, ranks, other, seconds, bar):
+def measure(run, ids, segment, ranks, other):
     """What the boundaries of one document show, and the right vectors [L, H, K, M] at the last one.
 
-    other: the right vectors at the last boundary of another document, or None.
+    other: the right vectors at the last boundary of the first document, or None in that document.
     """
-    cache = DynamicCache(config=net.config)
+    cache = DynamicCache(config=run.net.config)
+    null = [None] * len(run.layers)                                     # states [1, H, K, V]
+    draws = torch.Generator().manual_seed(int(ids.sum()))
     before, positions = None, []
-    effective, spectrum, energy, readout, overlap, overlap_other = ([] for _ in range(6))
-    with gdn.recorded_rule(net) as calls:
-        for start, hidden, boundary in gdn.segments(net, ids, segment, cache):
-            with gdn.stopwatch(seconds, "truncate"):
+    effective, random, spectrum, energy, readout, overlap, overlap_other = ([] for _ in range(7))
+    with gdn.recorded_rule(run.net) as calls:
+        for start, hidden, boundary in gdn.segments(run.net, ids, segment, cache):
+            null = [null_state(call, state, draws) for call, state in zip(calls, null)]
+            with gdn.at_boundary(run):
                 if before is not None:
-                    readout.append(read_shares(calls, sigma, before))       # [L, H, M]
+                    readout.append(read_shares(calls, sigma, before))           # [L, H, M]
                 if boundary:
-                    states = gdn.read_states(cache, layers)[:, 0]           # [L, H, V, K]
-                    sigma, vectors = gdn.modes(states)              # [L, H, M], [L, H, K, M]
+                    sigma, vectors = gdn.modes(one_device(gdn.states_in(cache)))
                     positions.append(start + hidden.shape[1])
-                    effective.append(gdn.effective_rank(sigma))             # [L, H]
-                    spectrum.append(shares(sigma))
+                    effective.append(gdn.effective_rank(sigma))                 # [L, H]
+                    random.append(gdn.effective_rank(gdn.modes(one_device(null))[0]))
+                    spectrum.append(shares(sigma))                              # [L, H, M]
                     energy.append(shares(sigma.square()).cumsum(-1))
                     if before is not None:
-                        overlap.append(overlaps(before, vectors, ranks))    # [ranks, L, H]
+                        overlap.append(overlaps(before, vectors, ranks))        # [ranks, L, H]
                     if other is not None:
                         overlap_other.append(overlaps(other, vectors, ranks))
                     before = vectors
             calls.clear()
-            bar.update(hidden.shape[1])
-    columns = [rank - 1 for rank in ranks]
+            run.bar.update(hidden.shape[1])
+    top = [rank - 1 for rank in ranks]
     found = {"positions": positions, "effective_rank": torch.stack(effective).tolist(),
+             "effective_rank_null": torch.stack(random).tolist(),
              "spectrum": torch.stack(spectrum).mean(0).tolist(),
-             "energy": by_rank(ranks, torch.stack(energy).mean(0)[..., columns].movedim(-1, 0)),
-             "readout": by_rank(ranks, torch.stack(readout).mean(0)[..., columns].movedim(-1, 0)),
+             "energy": by_rank(ranks, torch.stack(energy).mean(0)[..., top].movedim(-1, 0)),
+             "readout": by_rank(ranks, torch.stack(readout).mean(0)[..., top].movedim(-1, 0)),
              "overlap": by_rank(ranks, torch.stack(overlap).mean(0))}
     if other is not None:
         found["overlap_other"] = by_rank(ranks, torch.stack(overlap_other).mean(0))
     return found, before
+
+
+def one_device(states):
+    """States of all layers, each [1, H, V, K], as one [L, H, V, K]."""
+    return torch.cat([state.to(states[0].device) for state in states])
+
+
+@torch.inference_mode()
+def null_state(call, state, draws):
+    """The state [1, H, K, V] after a recorded call from `state`, had its keys been random.
+
+    The gates, write strengths and values are the call's, the keys uniform on the unit sphere.
+    """
+    rule, q, k, v, others = call
+    keys = torch.nn.functional.normalize(torch.randn(k.shape, generator=draws), dim=-1)
+    others = {**others, "initial_state": state, "output_final_state": True}
+    return rule(q, keys.to(k), v, **others)[1]
 
 
 def shares(amounts):
@@ -108,7 +118,7 @@ def read_shares(calls, sigma, vectors):
     """
     found = []
     for call, values, right in zip(calls, sigma, vectors):
-        queries = gdn.effective_queries(*call)[0].to(right)             # [n, H, K]
+        queries = gdn.effective_queries([call]).to(right)               # [n, H, K]
         along = torch.einsum("nhk,hkm->hnm", queries, right)            # w_j . q~_t
         found.append(values.square() * along.square().sum(1))           # [H, M]
     return shares(torch.stack(found)).cumsum(-1)
@@ -124,26 +134,27 @@ def by_rank(ranks, values):
     return {str(rank): value.tolist() for rank, value in zip(ranks, values)}
 
 
-def last_vectors(net, layers, ids, segment):
+def last_vectors(run, ids, segment):
     """The right vectors [L, H, K, M] at the last boundary of a document."""
-    cache = DynamicCache(config=net.config)
-    for _, _, boundary in gdn.segments(net, ids, segment, cache):
+    cache = DynamicCache(config=run.net.config)
+    for _, _, boundary in gdn.segments(run.net, ids, segment, cache):
         if boundary:
-            states = gdn.read_states(cache, layers)[:, 0]
+            states = one_device(gdn.states_in(cache)).clone()
     return gdn.modes(states)[1]
 
 
-def print_table(run):
-    items, few, many = run.record["items"], str(min(run.ranks)), str(max(run.ranks))
+def print_table(record):
+    items, ranks = record["items"], record["depends"]["ranks"]
+    few, many = str(min(ranks)), str(max(ranks))
     effective = torch.tensor([item["effective_rank"] for item in items]).mean((0, 1))       # [L, H]
+    null = torch.tensor([item["effective_rank_null"] for item in items]).mean((0, 1))
     energy = torch.tensor([[item["energy"][rank] for rank in (many, few)] for item in items])
-    print(f"{run.model}\n{'layer':>5}  effective rank: least, median, most of its heads   "
-          f"energy in the top {many}, {few} modes")
-    for i, layer in enumerate(run.layers):
+    print(f"{record['model']}\n{'layer':>5}  effective rank: least, median, most of its heads"
+          f"   with random keys, median   energy in the top {many}, {few} modes")
+    for i, layer in enumerate(record["layers"]):
         heads, share = effective[i].tolist(), energy[:, :, i].mean((0, 2)).tolist()
         print(f"{layer:5} {min(heads):21.1f} {median(heads):7.1f} {max(heads):7.1f} "
-              f"{share[0]:36.1%} {share[1]:7.1%}")
-    print(f"{run.path}\n")
+              f"{median(null[i].tolist()):36.1f} {share[0]:25.1%} {share[1]:7.1%}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tasks in the style of RULER with every GDN state cut back to its top r modes at each boundary.
 
-    python 04_ruler.py                                                # the bundled models
+    python 04_ruler.py                                                # the bundled model
     python 04_ruler.py --model Qwen/Qwen3.5-0.8B --tasks vt,cwe --lengths 65536 --samples 50
     python 04_ruler.py --model Qwen/Qwen3.5-0.8B --data FOLDER        # prompts of RULER's own
 
@@ -14,16 +14,14 @@ import json
 import math
 import os
 import string
-import sys
 from pathlib import Path
 from random import Random
-
-import torch
-from tqdm import tqdm
-from transformers import DynamicCache
-from wonderwords import RandomWord
+from uuid import UUID
 
 import gdn
+import torch
+from transformers import DynamicCache
+from wonderwords import RandomWord
 
 # ---- the tasks: each makes a context and the questions that can be asked about it ---------------
 #
@@ -64,16 +62,11 @@ def number(rng, digits=7):
 
 
 def uuid(rng):
-    h = f"{rng.getrandbits(128):032x}"
-    return "-".join((h[:8], h[8:12], h[12:16], h[16:20], h[20:]))
+    return str(UUID(int=rng.getrandbits(128)))
 
 
 def word_key(rng):
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-
-
-def letters(rng, alphabet, n):
-    return "".join(rng.choices(alphabet, k=n))
 
 
 def distinct(make, n, rng):
@@ -92,10 +85,6 @@ def scatter(hay, needles, rng):
     return hay
 
 
-def join_and(words):
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
-
-
 def niah(size, rng, hay=prose, key=word_key, value=number, keys=1, values=1, queries=1):
     """Needles in a haystack. hay=None: nothing but needles, `size` of them."""
     hay_rng, key_rng, value_rng, place_rng = (Random(rng.random()) for _ in range(4))
@@ -104,23 +93,24 @@ def niah(size, rng, hay=prose, key=word_key, value=number, keys=1, values=1, que
     names = distinct(key, keys, key_rng)
     codes = distinct(value, keys * values, value_rng)
     codes = {name: codes[i * values:(i + 1) * values] for i, name in enumerate(names)}
-    needles = [f"The code of {name} is {code}." for name in names for code in codes[name]]
-    rng.shuffle(needles)
-    text = needles if hay is None else scatter(hay(size, hay_rng), needles, place_rng)
+    text = [f"The code of {name} is {code}." for name in names for code in codes[name]]
+    rng.shuffle(text)
+    if hay is not None:
+        text = scatter(hay(size, hay_rng), text, place_rng)
     asked = rng.sample(names, len(names))
     questions = []
     for i in range(0, len(asked) - queries + 1, queries):
-        who = join_and(asked[i:i + queries])
         references = [code for name in asked[i:i + queries] for code in codes[name]]
         what, verb = ("code", "is") if len(references) == 1 else ("codes", "are")
-        questions.append((f"What {verb} the {what} of {who}?", f" The {what} of {who} {verb}",
-                          references))
+        what += " of " + " and ".join(", ".join(asked[i:i + queries]).rsplit(", ", 1))
+        questions.append((f"What {verb} the {what}?", f" The {what} {verb}", references))
     return "Keep in mind the codes in this text.\n" + " ".join(text) + "\n", questions
 
 
 def vt(size, rng, hops=4, avoid=()):
     """Variable tracking: a chain of assignments, each of the one before, spread through filler."""
-    names = distinct(lambda r: letters(r, string.ascii_uppercase, 5), hops + 1 + len(avoid), rng)
+    names = distinct(lambda r: "".join(r.choices(string.ascii_uppercase, k=5)),
+                     hops + 1 + len(avoid), rng)
     names = [name for name in names if name not in avoid][:hops + 1]
     values = distinct(lambda r: number(r, 5), 1 + len(avoid), rng)
     value = next(value for value in values if value not in avoid)
@@ -158,7 +148,7 @@ def cwe(size, rng, common=10, repeats=(30, 3), avoid=()):
 
 def fwe(size, rng, vocabulary=10):
     """Frequent words: `size` invented ones, k^-2 / zeta(2) of them the k-th; the first is dots."""
-    coded = distinct(lambda r: letters(r, string.ascii_lowercase, 6), vocabulary, rng)
+    coded = distinct(lambda r: "".join(r.choices(string.ascii_lowercase, k=6)), vocabulary, rng)
     counts = [int(size * 6 / math.pi ** 2 / k ** 2) for k in range(1, vocabulary + 1)]
     words = [word for word, n in zip(["...", *coded[1:]], counts) for _ in range(n)]
     rng.shuffle(words)
@@ -172,6 +162,7 @@ NIAH = {"niah_single_1": dict(hay=filler), "niah_single_2": {}, "niah_single_3":
         "niah_multikey_3": dict(hay=None, key=uuid, value=uuid),
         "niah_multivalue": dict(values=4), "niah_multiquery": dict(keys=4, queries=4)}
 TASKS = (*NIAH, "vt", "cwe", "fwe")
+RULERS = (*TASKS, "qa_1", "qa_2")                      # made elsewhere, from texts that are read
 SMALLEST = {"niah": 2, "vt": 1, "cwe": 3, "fwe": 75}   # with fewer, the 4th and 5th words may tie
 
 
@@ -212,49 +203,84 @@ def sized_sample(task, length, index, seed, tokenizer, size):
     """Sample `index` of a size: its prompt with the answer prefix, its ids, and its references."""
     rng = Random(f"{seed} {task} {length} {index}")
     context, [(ask, prefix, references), *_] = build(task, size, rng, length)
-    ids = tokenizer(context + ask + prefix, verbose=False).input_ids
-    return {"prompt": context + ask + prefix, "ids": ids, "references": references}
+    prompt = context + ask + prefix
+    return {"prompt": prompt, "ids": gdn.tokenize(tokenizer, prompt), "references": references}
 
 
 def make_sample(task, length, index, seed, tokenizer):
     """Sample `index` of a task: the largest whose prompt and answer fit into the length.
 
-    A pure function of its arguments. The tokens are almost linear in the size: a few guesses, each
-    on the line through the two sizes before, end between one that fits and the next, which doesn't.
+    A pure function of its arguments. Beyond the smallest sample the tokens are nearly proportional
+    to the size, so each guess is the one before, scaled to the room there is; the search ends
+    between a size that fits and the next, which does not.
     """
     room = length - NEW_TOKENS[family(task)]
-    low = SMALLEST[family(task)]
-    best = sized_sample(task, length, index, seed, tokenizer, low)
-    low_tokens, high, slope = len(best["ids"]), math.inf, len(best["ids"]) / low
+    smallest = low = SMALLEST[family(task)]
+    best = sized_sample(task, length, index, seed, tokenizer, smallest)
+    least = len(best["ids"])
+    high, guess = math.inf, smallest * room // least            # too few: the question comes once
     while high - low > 1:
-        guess = int(low + (room - low_tokens) / slope)
-        if guess > 12 * low:                                    # far: a cheap look at an eighth
-            guess //= 8
         guess = max(low + 1, min(guess, high - 1))
         sample = sized_sample(task, length, index, seed, tokenizer, guess)
         tokens = len(sample["ids"])
-        if guess - low > 8:                                     # fewer say little of the slope
-            slope = (tokens - low_tokens) / (guess - low)
         if tokens <= room:
-            low, low_tokens, best = guess, tokens, sample
+            low, best = guess, sample
         else:
             high = guess
+        guess = smallest + (guess - smallest) * (room - least) // max(tokens - least, 1)
     return best
 
 
-def read_upstream(path, count):
-    """The first samples of a file that RULER's own generator wrote, its prompts as they are."""
+# ---- prompts of RULER's own files ----------------------------------------------------------------
+
+def read_data(data, tasks, lengths, count, tokenizer):
+    """RULER's own prompts: {(task, length): (the first `count` samples, their file's SHA-256)}.
+
+    data: a .jsonl of RULER's generator, or a folder with .../<task>/validation.jsonl. A file's task
+    is its folder's name; for one file that is elsewhere it is what --tasks names. Its length is the
+    folder's in RULER's tree, <length>/data/<task>/validation.jsonl; elsewhere what --lengths names,
+    or else its lines say. Without tasks or lengths, all that are there.
+    """
+    path, found = Path(os.path.expanduser(data)), {}
+    files = [path] if path.is_file() else sorted(path.glob("**/validation.jsonl"))
+    for file in files:
+        folder = Path(os.path.abspath(file)).parent
+        task, length = folder.name, folder.parent.parent.name
+        in_tree = folder.parent.name == "data" and length.isdecimal()
+        if file == path and task not in RULERS and len(tasks) == 1:
+            task = tasks[0]
+        if tasks and task not in tasks or in_tree and lengths and int(length) not in lengths:
+            continue
+        if task not in RULERS:
+            raise gdn.Error(f"{file} is for {task}, which is no task of {', '.join(RULERS)}: name "
+                            "its task, or the tasks of a folder to run, with --tasks")
+        samples = read_upstream(file)
+        length = made_for(file, samples, (int(length),) if in_tree else lengths, tokenizer)
+        if (task, length) in found:
+            raise gdn.Error(f"{file} is a second file for {task} at {length} in --data {data}: "
+                            "give one of them")
+        found[task, length] = samples[:count], hashlib.sha256(file.read_bytes()).hexdigest()
+    if not found:
+        there = files or (sorted(path.iterdir()) if path.is_dir() else ["nothing"])
+        raise gdn.Error(f"--data {data} has no file for {' '.join(map(str, [*tasks, *lengths]))}: "
+                        f"there is {', '.join(map(str, there[:9]))} (a file's task is its folder's "
+                        "name; for one file elsewhere it is the one that --tasks names)")
+    return found
+
+
+def read_upstream(path):
+    """The samples of a file that RULER's own generator wrote, its prompts as they are."""
     samples = []
     for line_number, line in enumerate(gdn.read_text(path).split("\n"), 1):
-        if not line.strip() or len(samples) == count:
+        if not line.strip():
             continue
         try:
             row = json.loads(line)
             prompt = row["input"] + row.get("answer_prefix", "")        # none before 2025
             references, length = row["outputs"], row.get("length", 0)
-            texts = [prompt, *references] if isinstance(references, list) else []
-            texts = [text for text in texts if isinstance(text, str) and text]
-            if len(texts) < 2 or len(texts) != 1 + len(references) or not isinstance(length, int):
+            texts = [prompt, *references]
+            whole = len(texts) > 1 and all(isinstance(text, str) and text for text in texts)
+            if not (whole and isinstance(references, list) and isinstance(length, int)):
                 raise TypeError("its input, outputs or length are not RULER's")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise gdn.Error(f"{path}, line {line_number}: no RULER sample with input and outputs "
@@ -266,84 +292,57 @@ def read_upstream(path, count):
     return samples
 
 
-def read_data(data, tasks, lengths, count):
-    """RULER's own files that --tasks and --lengths ask for: {(task, length or None): found}.
+def made_for(file, samples, lengths, tokenizer):
+    """The length that a file was made for: the one of `lengths`, or what its lines say.
 
-    What is found of a file are its samples and its SHA-256.
-
-    data: one .jsonl, or a folder with .../<task>/validation.jsonl; in RULER's own tree, which is
-    <length>/data/<task>/validation.jsonl, the length is the folder's.
+    Raises Error where that is not one length, or where the file's longest prompt belies it.
     """
-    path, known = Path(os.path.expanduser(data)), (*TASKS, "qa_1", "qa_2")
-    files = [path] if os.path.isfile(path) else sorted(path.glob("**/validation.jsonl"))
-    if not files:
-        raise gdn.Error(f"--data {data}: no such file, and no folder with task/validation.jsonl")
-    found = {}
-    for file in files:
-        *_, above, parent, task, _ = ("", "", "", *file.resolve().parts)
-        length = int(above) if parent == "data" and above.isdecimal() else None
-        if file == path and len(tasks) == 1:
-            task = tasks[0]
-        asked = tasks == DEFAULT_TASKS or task in tasks
-        if not asked or (length and lengths and length not in lengths):
-            continue
-        if task not in known or (task, length) in found:
-            raise gdn.Error(f"{file} is for the task {task}: name a file's task with --tasks, one "
-                            f"of {', '.join(known)}, and each task once")
-        sha = hashlib.sha256(file.read_bytes()).hexdigest()
-        found[task, length] = read_upstream(file, count), sha
-    if not found:
-        raise gdn.Error(f"--data {data} has none of --tasks {','.join(tasks)} at these --lengths")
-    return found
-
-
-def label(task, length, samples, lengths, tokenizer):
-    """The length that a file's results are filed under; Error where its prompts belie it."""
-    if length is None:
-        if len(lengths) > 1:
-            raise gdn.Error("--lengths names the one length that the files of --data were made for")
-        length = lengths[0] if lengths else max(sample["length"] for sample in samples)
-    prompt = max((sample["prompt"] for sample in samples), key=len)
-    tokens = len(tokenizer(prompt, verbose=False).input_ids)
-    least = max(tokens, *(sample["length"] for sample in samples))
-    if not least <= length <= 2 * tokens:
-        raise gdn.Error(f"the prompts of {task} in --data have up to {tokens} tokens and say "
-                        f"length {least}: they were not made for {length}; name it with --lengths")
+    said = max(sample["length"] for sample in samples)
+    if len(lengths) > 1 or not (lengths or said):
+        raise gdn.Error(f"{file} is in no folder <length>/data/<task>, and its lines say "
+                        f"{said or 'no length'}: name the one it was made for with --lengths")
+    length = lengths[0] if lengths else said
+    tokens = len(gdn.tokenize(tokenizer, max((sample["prompt"] for sample in samples), key=len)))
+    if not max(tokens, said) <= length <= 2 * tokens:
+        raise gdn.Error(f"{file} does not fit to a length of {length}: its longest prompt has "
+                        f"{tokens} tokens, and its lines say {said or 'no length'}")
     return length
 
 
 # ---- generation and score ------------------------------------------------------------------------
 
 @torch.inference_mode()
-def generate(net, run, ids, group, new_tokens, seconds, bar):
-    """Greedy answers to one prompt, ids [1, T], a row per rank (None: untouched): lists of tokens.
+def generate(run, ids, ranks, segment, cut, new_tokens, stop):
+    """Greedy answers to one prompt, ids [1, T], by the untouched model and a row per rank.
 
-    Boundaries are counted from the first token of the prompt and go on through the answer. A row
-    ends at the end-of-text token, which is left out.
+    Lists of tokens. Boundaries are counted from the first token of the prompt and go on through the
+    answer. A row ends at one of the tokens in stop, which is left out.
     """
-    cache, position, feed = DynamicCache(config=net.config), 0, ids
-    end = ids.shape[1] + new_tokens - 1                         # the last token is not read again
-    answers, open_rows = [[] for _ in group], set(range(len(group)))
-    while True:
-        for start, hidden, boundary in gdn.segments(net, feed, run.segment, cache, position, end):
-            position = start + hidden.shape[1]
-            if boundary:
-                with gdn.stopwatch(seconds, "truncate"):
-                    gdn.truncate_rows(cache, run.layers, group, run.keep, int(ids.sum()) + position,
-                                      run.mask)
-            bar.update(hidden.shape[1])
-        logits = net.get_output_embeddings()(hidden[:, -1])     # [B, W]
-        if not torch.isfinite(logits).all():
-            raise gdn.Error(f"the model's logits after token {position} are NaN or infinite: it "
-                            "has overflowed (try --dtype float32)")
-        feed = logits.argmax(-1, keepdim=True).expand(len(group), -1)       # [R, 1]
-        for row, token in enumerate(feed[:, 0].tolist()):
-            if token in run.stop:
-                open_rows.discard(row)
-            elif row in open_rows:
-                answers[row].append(token)
-        if not open_rows or position - ids.shape[1] + 1 == new_tokens:
-            return answers
+    cache, gram, position, feed = DynamicCache(config=run.net.config), 0.0, 0, ids
+    rows, end = 1 + len(ranks), ids.shape[1] + new_tokens - 1   # the last token is not read again
+    answers, open_rows = [[] for _ in range(rows)], set(range(rows))
+    with gdn.recorded_rule(run.net) as calls:
+        while True:
+            for start, hidden, boundary in gdn.segments(run.net, feed, segment, cache, position,
+                                                        end):
+                position = start + hidden.shape[1]
+                if boundary:
+                    with gdn.at_boundary(run):
+                        gram = gdn.truncate_rows(cache, ranks, cut, int(ids.sum()) + position,
+                                                 calls, gram)
+                run.bar.update(hidden.shape[1])
+            logits = run.net.get_output_embeddings()(hidden[:, -1])             # [B, W]
+            if not torch.isfinite(logits).all():
+                raise gdn.Error(f"the model's logits after token {position} are NaN or infinite: "
+                                "it has overflowed (in half precision, try --dtype float32)")
+            feed = logits.argmax(-1, keepdim=True).expand(rows, -1)             # [1 + R, 1]
+            for row, token in enumerate(feed[:, 0].tolist()):
+                if token in stop:
+                    open_rows.discard(row)
+                elif row in open_rows:
+                    answers[row].append(token)
+            if not open_rows or position - ids.shape[1] + 1 == new_tokens:
+                return answers
 
 
 def score(task, output, references):
@@ -355,38 +354,49 @@ def score(task, output, references):
     return 100.0 * (any(found) if family(task) == "qa" else sum(found) / len(found))
 
 
+def measure(run, task, sample, groups, segment, cut):
+    """References, outputs and scores of one sample."""
+    ids = sample.get("ids") or gdn.tokenize(run.tokenizer, sample["prompt"])
+    if len(ids) <= segment:
+        raise gdn.Error(f"a prompt of {task} has {len(ids)} tokens, and so crosses no boundary of "
+                        f"--segment {segment}: nothing would be truncated")
+    ids = torch.tensor([ids])                                   # [1, T]
+    stop = run.net.generation_config.eos_token_id
+    stop = {run.tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])}
+    names, answers = ["full"], []
+    for ranks in groups:
+        rows = generate(run, ids, ranks, segment, cut, NEW_TOKENS[family(task)], stop)
+        names += map(str, ranks)
+        answers += rows[1:] if answers else rows
+    outputs = dict(zip(names, run.tokenizer.batch_decode(answers, skip_special_tokens=True)))
+    scores = {name: score(task, text, sample["references"]) for name, text in outputs.items()}
+    return {"references": sample["references"], "outputs": outputs, "scores": scores}
+
+
 # ---- the run -------------------------------------------------------------------------------------
 
 DEFAULT_TASKS = ("niah_single_1", "niah_multikey_2", "vt", "cwe", "fwe")
 RANKS = (32, 12, 6, 3, 1, 0)
 
 
-def main(*, model: gdn.MODELS = gdn.BUNDLED, tasks: gdn.NAMES = DEFAULT_TASKS,
-         lengths: gdn.NUMBERS = (), samples: gdn.NUMBER = 25, ranks: gdn.NUMBERS = RANKS,
-         seed: gdn.NUMBER_0 = 0, data: gdn.TEXT = None, segment: gdn.NUMBER = 256,
-         keep: gdn.MODES = "top", heads: gdn.HEADS = "all", rows: gdn.NUMBER = None,
-         device: gdn.TEXT = "auto", dtype: gdn.DTYPE = "auto", results: gdn.TEXT = "results"):
+def main(*, model: str = "tiny/hybrid", tasks: gdn.names = DEFAULT_TASKS,
+         lengths: gdn.counts = (), samples: gdn.count = 25, ranks: gdn.counts = RANKS,
+         seed: gdn.count0 = 0, data: str = None, segment: gdn.count = 256,
+         keep: gdn.Keep = "top", heads: gdn.heads = "all", store: gdn.Store = "float32",
+         rows: gdn.count = None, device: str = "auto", dtype: gdn.DType = "auto",
+         results: str = "results"):
     """Score RULER-style tasks with the states truncated at every boundary of prompt and answer.
 
     Args:
-        model: folders, hub ids, tiny/hybrid or tiny/recurrent, with commas; tiny is the last two.
         tasks: RULER's names, or all: niah_single_1, _2, _3, niah_multikey_1, _2, _3,
             niah_multivalue, niah_multiquery, vt, cwe, fwe; with --data also qa_1 and qa_2. By
             default niah_single_1, niah_multikey_2, vt, cwe and fwe; with --data what is there.
         lengths: tokens of prompt and answer together, 1024 by default; with --data the lengths to
             run of RULER's tree, or the one that other files were made for.
         samples: how many prompts of each task and length.
-        ranks: modes to keep; 0 wipes the state (32,12,6,3,1,0).
         seed: of the samples.
         data: a .jsonl of RULER's own generator, or a folder of task/validation.jsonl or
             length/data/task/validation.jsonl, instead of prompts made here.
-        segment: tokens between boundaries.
-        keep: which modes: top, or as a control bottom or random.
-        heads: all, or those with a decay horizon over-N or upto-N tokens; 02 must have run.
-        rows: at most so many ranks side by side, if memory is short; all of them by default.
-        device: auto, cpu, cuda, cuda:1, ..., or map for a model larger than one device.
-        dtype: auto (the checkpoint's own), float32, bfloat16 or float16.
-        results: the folder to write to.
     """
     arguments = dict(locals())
     if data is None:
@@ -394,104 +404,74 @@ def main(*, model: gdn.MODELS = gdn.BUNDLED, tasks: gdn.NAMES = DEFAULT_TASKS,
         for task in tasks:
             if task not in TASKS:
                 raise gdn.Error(f"--tasks knows {', '.join(TASKS)}, not {task}")
+    elif tasks in (DEFAULT_TASKS, ("all",)):
+        tasks = ()                                              # all that are there
+    run = gdn.open_model(model, device, dtype, results)
+    if data is None:
         given = {(task, length): (None, None) for task in tasks for length in lengths or (1024,)}
     else:
-        given = read_data(data, DEFAULT_TASKS if tasks == ("all",) else tasks, lengths, samples)
-    runs = gdn.plan("04_ruler", arguments)
-    for run in runs:
-        run.segment, run.keep, run.mask = segment, keep, gdn.chosen_heads(run, heads)
-        run.ranks, run.files = gdn.check_ranks(run, ranks, RANKS), []
-        for (task, length), (rows_of_file, sha) in given.items():
-            if rows_of_file:
-                length = label(task, length, rows_of_file, lengths, run.tokenizer)
+        given = read_data(data, tasks, lengths, samples, run.tokenizer)
+    ranks = gdn.check_ranks(run, ranks, RANKS, store)
+    cut = gdn.Cut(keep, store, gdn.chosen_heads(run, heads))
+    rows = rows or len(ranks)
+    groups = [ranks[i:i + rows] for i in range(0, len(ranks), rows)]
+    files = []
+    for (task, length), (prompts, sha) in given.items():
+        if not prompts:
+            check_length(task, length, samples, seed, segment, run.tokenizer)
+        count = len(prompts) if prompts else samples
+        depends = {"task": task, "length": length, "segment": segment, "ranks": ranks,
+                   "data": sha, "seed": None if prompts else seed}
+        path, record = gdn.open_results(
+            run, f"04_ruler/{task}_{length}", {**arguments, "task": task, "length": length,
+                                               "samples": count, "ranks": ranks}, depends, cut=cut)
+        files.append((path, record, prompts, range(len(record["items"]), count)))
+    tokens = sum(len(left) * record["depends"]["length"] for _, record, _, left in files)
+    gdn.start(run, path.parent, sum(len(left) for *_, left in files), tokens * len(groups))
+    done = 0
+    for path, record, prompts, left in files:
+        task, length = record["depends"]["task"], record["depends"]["length"]
+        run.bar.set_description(f"{task} {length}")
+        for index in left:
+            if prompts:
+                sample = prompts[index]
             else:
-                check_length(task, length, samples, seed, run)
-            gdn.warn_of_length(run, length)
-            path = gdn.result_path(run, f"04_ruler/{task}_{length}", arguments)
-            record = gdn.open_results(
-                run, path, {**arguments, "task": task, "length": length, "ranks": run.ranks,
-                            "data_sha256": sha}, heads_cut=[int(run.mask.sum()), run.mask.numel()])
-            run.files.append((path, record, rows_of_file))
-    for run in runs:
-        run_model(run, gdn.row_groups(run.ranks, rows), samples, seed)
-        print_table(run)
+                sample = make_sample(task, length, index, seed, run.tokenizer)
+            gdn.add_item(run, path, record, measure(run, task, sample, groups, segment, cut))
+            done += length * len(groups)
+            run.bar.update(done - run.bar.n)                    # an answer may have ended early
+    print_table([record for _, record, *_ in files])
+    print(path.parent)
 
 
-def check_length(task, length, samples, seed, run):
+def check_length(task, length, samples, seed, segment, tokenizer):
     """Raise Error where a length is too short for the smallest sample, or for a boundary."""
-    budget, works, needed = NEW_TOKENS[family(task)], length - 1, length
+    budget, works, needed = NEW_TOKENS[family(task)], 0, length
     while works < needed:                                       # other lengths have other samples
         works = needed
-        for index in range(samples):
-            sample = sized_sample(task, works, index, seed, run.tokenizer, SMALLEST[family(task)])
-            needed = max(needed, len(sample["ids"]) + budget)
+        smallest = [sized_sample(task, works, index, seed, tokenizer, SMALLEST[family(task)])
+                    for index in range(samples)]
+        needed = budget + max(len(sample["ids"]) for sample in smallest)
     if works > length:
         raise gdn.Error(f"--lengths {length} is too short for {task}: {works} works")
-    if length - budget <= run.segment:
+    if length - budget <= segment:
         raise gdn.Error(f"--lengths {length} leaves {task} no prompt beyond the first boundary of "
-                        f"--segment {run.segment}: nothing would be truncated")
+                        f"--segment {segment}: nothing would be truncated")
 
 
-def run_model(run, groups, samples, seed):
-    """Measure what is missing in a model's result files, sample by sample."""
-    unfinished = []
-    for path, record, given in run.files:
-        left = range(len(record["items"]), len(given) if given else samples)
-        if left:
-            unfinished.append((path, record, given, left))
-    if not unfinished:
-        print(f"{run.output}/04_ruler is complete", file=sys.stderr)
-        return
-    net = gdn.load_model(run)
-    stop = net.generation_config.eos_token_id
-    run.stop = {run.tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])}
-    for path, record, given, left in unfinished:
-        task, length = record["arguments"]["task"], record["arguments"]["length"]
-        with tqdm(total=len(left) * length * len(groups), desc=f"{task} {length}", unit="token",
-                  unit_scale=True) as bar:
-            for done, index in enumerate(left, 1):
-                item = {"seconds": {"total": 0.0, "truncate": 0.0}}
-                with gdn.stopwatch(item["seconds"], "total"):
-                    sample = given[index] if given else make_sample(task, length, index, seed,
-                                                                    run.tokenizer)
-                    item.update(measure(net, run, task, sample, groups, item["seconds"], bar))
-                gdn.add_item(path, record, item)
-                bar.update(done * length * len(groups) - bar.n)
-
-
-def measure(net, run, task, sample, groups, seconds, bar):
-    """References, outputs and scores of one sample."""
-    ids = sample.get("ids") or run.tokenizer(sample["prompt"], verbose=False).input_ids
-    ids = torch.tensor([ids])                                   # [1, T]
-    if ids.shape[1] <= run.segment:
-        raise gdn.Error(f"a prompt of {task} has {ids.shape[1]} tokens, and so crosses no boundary "
-                        f"of --segment {run.segment}: nothing would be truncated")
-    names, answers = ["full"], []
-    for group in groups:
-        rows = generate(net, run, ids.to(gdn.resolve(run.device)), group, NEW_TOKENS[family(task)],
-                        seconds, bar)
-        names += [str(rank) for rank in group[1:]]
-        answers += rows[1:] if answers else rows
-    texts = run.tokenizer.batch_decode(answers, skip_special_tokens=True)
-    outputs = dict(zip(names, texts))
-    scores = {name: score(task, text, sample["references"]) for name, text in outputs.items()}
-    return {"references": sample["references"], "outputs": outputs, "scores": scores}
-
-
-def print_table(run):
-    print(f"{run.model}\n{'task':<16} {'length':>7} {'samples':>7} {'full':>6}   change in points "
-          "at rank, ± standard error")
-    for path, record, _ in run.files:
+def print_table(records):
+    print(f"{records[0]['model']}\n{'task':<16} {'length':>7} {'samples':>7} {'full':>6}   change "
+          "in points at rank, ± standard error")
+    for record in records:
         scores = {rank: [item["scores"][rank] for item in record["items"]]
-                  for rank in record["items"][0]["scores"]}
+                  for rank in ("full", *record["bytes"])}
         full, _ = gdn.mean_se(scores["full"])
         cells = []
-        for rank in map(str, run.ranks):
+        for rank in record["bytes"]:
             changes = [cut - whole for cut, whole in zip(scores[rank], scores["full"])]
             cells.append(f"{rank}: {gdn.with_error(changes)}")
-        print(f"{record['arguments']['task']:<16} {record['arguments']['length']:>7} "
+        print(f"{record['depends']['task']:<16} {record['depends']['length']:>7} "
               f"{len(record['items']):>7} {full:6.1f}   {'   '.join(cells)}")
-    print(f"{path.parent}\n")
 
 
 if __name__ == "__main__":

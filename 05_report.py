@@ -3,29 +3,34 @@
     python 05_report.py                             # writes results/report.md and its figures
     python 05_report.py --model Qwen/Qwen3.5-0.8B   # of that model alone
 
-What has not run, or cannot be read, is named.
+What has not run, is unfinished or cannot be read is named.
 """
 import os
+import re
+import textwrap
 from pathlib import Path
 
+import gdn
 import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-import gdn
-
 # Colours that colour-blind readers can tell apart (Okabe & Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
-plt.rcParams.update({"font.size": 11, "axes.spines.right": False, "axes.grid": True,
-                     "grid.alpha": 0.25, "figure.constrained_layout.use": True, "savefig.dpi": 110})
+MARKERS, LINES = "osD^vPX", ("-", "--", ":", "-.")
+plt.rcParams.update({"font.size": 11, "axes.spines.right": False, "axes.spines.top": False,
+                     "axes.grid": True, "grid.alpha": 0.25, "axes.formatter.useoffset": False,
+                     "figure.constrained_layout.use": True, "savefig.dpi": 110})
 
 
 # ---- reading ------------------------------------------------------------------------------------
 
+DEFAULT = {"heads": "all", "keep": "top", "store": "float32"}
+
+
 def read_model(folder):
-    """The result files of a model, [record], defaults first, and a list of what is not there."""
+    """The result files of a model, [record], defaults first, and what is missing or unfinished."""
     records, problems = [], []
     for path in sorted(folder.glob("**/*.json")):
         try:
@@ -36,40 +41,75 @@ def read_model(folder):
         record["file"] = path.relative_to(folder).as_posix()
         if record["items"]:
             records.append(record)
-    records.sort(key=lambda record: (record["script"], variant(record) != "", record["file"]))
+        if len(record["items"]) < asked(record):
+            problems.append(f"{folder.name}/{record['file']} is unfinished: {counted(record)}")
+    records.sort(key=lambda run: (run["script"], variant(run), run["arguments"].get("length", 0)))
     for script in ("01_spectrum", "02_decay", "03_loss", "04_ruler"):
         if not find(records, script):
             problems.append(f"{script} has not run on {folder.name}")
+    if len({record["environment"]["weights"] for record in records}) > 1:
+        problems.append(f"not all results of {folder.name} were made with the same weights")
     return records, problems
 
 
 def find(records, script, **arguments):
-    """The runs of a stage with these arguments, those with the default ones first."""
+    """The runs of a stage with these arguments, as far as it has them; the default run first."""
     found = []
     for record in records:
-        made = record["arguments"]
-        if record["script"] == script and all(made.get(key) == arguments[key] for key in arguments):
+        made = {**arguments, **record["arguments"]}
+        if record["script"] == script and all(made[key] == arguments[key] for key in arguments):
             found.append(record)
     return found
 
 
+def first(records, *scripts):
+    """The first run of each of these stages, [] if one has not run."""
+    found = [record for script in scripts for record in find(records, script)[:1]]
+    return found if len(found) == len(scripts) else []
+
+
 def variant(record):
     """In what a run differs from the default: '' or 'heads over-256 (2 of 12), random modes'."""
-    arguments, words = record["arguments"], []
-    if arguments.get("heads", "all") != "all":
+    made, words = {**DEFAULT, **record["arguments"]}, []
+    if made["heads"] != "all":
         cut, every = record["heads_cut"]
-        words.append(f"heads {arguments['heads']} ({cut} of {every})")
-    if arguments.get("keep", "top") != "top":
-        words.append(f"{arguments['keep']} modes")
-    if arguments["segment"] != 256:
-        words.append(f"segment {arguments['segment']}")
-    if arguments.get("data"):
+        words.append(f"heads {made['heads']} ({cut} of {every})")
+    if made["keep"] != "top":
+        words.append(f"{made['keep']} modes")
+    if made["store"] != "float32":
+        words.append(f"stored in {made['store']}")
+    if made["segment"] != 256:
+        words.append(f"segment {made['segment']}")
+    if made.get("data"):
         words.append("RULER's prompts")
     return ", ".join(words)
 
 
 def named(record):
     return variant(record) or "all heads, top modes"
+
+
+def asked(record):
+    """How many documents or samples a run was to have."""
+    return record["arguments"]["samples" if record["script"] == "04_ruler" else "docs"]
+
+
+def counted(record):
+    """What a mean is over: '8 documents of 4,096 tokens from c4', '3 of 25 samples, unfinished'."""
+    made, n = record["arguments"], len(record["items"])
+    words = f"{n} of {asked(record)}" if n < asked(record) else f"{n}"
+    words += " sample" if record["script"] == "04_ruler" else " document"
+    if asked(record) > 1 or n > 1:
+        words += "s"
+    if record["script"] != "04_ruler":
+        words += f" of {made['tokens']:,} tokens from {Path(made['documents']).name}"
+    return f"{words}, unfinished" if n < asked(record) else words
+
+
+def setting(record):
+    """A task and its length, and what is special about the run."""
+    made, other = record["arguments"], variant(record)
+    return f"{made['task']} at {made['length']:,} tokens" + (f" ({other})" if other else "")
 
 
 def values(record, key, rank=None):
@@ -80,7 +120,8 @@ def values(record, key, rank=None):
 
 def changes(record, key, rank):
     """By document or sample, the value at a rank less that of the untouched model: [items, ...]."""
-    return values(record, key, rank) - values(record, key, "full")
+    change = values(record, key, rank) - values(record, key, "full")
+    return np.round(change, 12)                     # where all change alike, they do so exactly
 
 
 def ranks_of(*records):
@@ -98,14 +139,24 @@ def horizons(record):
     return gdn.decay_horizon(values(record, "log_a").mean(0)).numpy()
 
 
+def codings(records):
+    """The runs of all heads at the default boundaries and on the same documents as the first."""
+    runs = find(records, "03_loss", heads="all", segment=256)
+    return [record for record in runs if counted(record) == counted(runs[0])]
+
+
+def by_rank(records):
+    """The runs that are shown by rank: those in float32, and those that are not among codings."""
+    return [record for record in find(records, "03_loss")
+            if record["arguments"]["store"] == "float32" or record not in codings(records)]
+
+
 # ---- the post's claims --------------------------------------------------------------------------
 #
 # The post names neither its web text nor the length of its documents, only that they go up to 16K
 # tokens: C4 and 16,384 tokens stand for them. Of the multikey tasks we take niah_multikey_2.
 
-POST = {"01_spectrum": {"documents": "c4", "docs": 8, "tokens": 16384, "segment": 256},
-        "02_decay": {"documents": "c4", "docs": 8, "tokens": 16384},
-        "03_loss": {"documents": "c4", "docs": 8, "tokens": 16384, "segment": 256}}
+POST = {"documents": "c4", "docs": 8, "tokens": 16384, "segment": 256}
 LENGTHS = (16384, 65536, 131072)
 
 
@@ -119,25 +170,23 @@ def is_the_posts(record):
 
 
 def differences(records):
-    """In what a model's runs differ from the post's, stage by stage."""
+    """In what the runs that the claims rest on differ from the post's, stage by stage."""
     words = [] if is_the_posts(records[0]) else ["another model"]
-    for script, wanted in POST.items():
-        for record in find(records, script)[:1]:
+    for script in ("01_spectrum", "02_decay", "03_loss"):
+        for record in find(records, script, **DEFAULT)[:1]:
             made = {**record["arguments"], "docs": len(record["items"])}
-            off = [f"--{key} {made[key]}" for key in wanted if made[key] != wanted[key]]
+            off = [f"--{key} {made[key]}" for key in POST if made[key] != POST[key]]
             words.append(f"{script}: {', '.join(off) or 'same scope'}")
-    tasks = find(records, "04_ruler", heads="all", keep="top")
-    if tasks:
-        off = []
-        lengths = sorted({record["arguments"]["length"] for record in tasks})
+    runs = find(records, "04_ruler", **DEFAULT)
+    if runs:
+        off, lengths = [], sorted({record["arguments"]["length"] for record in runs})
         if not set(lengths) <= set(LENGTHS):
             off.append(f"lengths {', '.join(map(str, lengths))}")
-        fewest = min(len(record["items"]) for record in tasks)
-        if fewest < 50:
-            off.append(f"{fewest} samples")
-        if not all(record["arguments"]["data"] for record in tasks):
+        if min(len(record["items"]) for record in runs) < 50:
+            off.append(f"{min(len(record['items']) for record in runs)} samples")
+        if not all(record["arguments"]["data"] for record in runs):
             off.append("our wording, not RULER's")
-        if any(record["arguments"]["segment"] != 256 for record in tasks):
+        if any(record["arguments"]["segment"] != 256 for record in runs):
             off.append("another segment")
         words.append(f"04_ruler: {', '.join(off) or 'same scope'}")
     return "; ".join(words)
@@ -154,52 +203,60 @@ def short_heads(records):
 
 
 def rank_of_long_heads(records):
-    for record, decay in zip(find(records, "01_spectrum"), find(records, "02_decay")):
-        long = values(record, "effective_rank").mean((0, 1))[horizons(decay) > 4096]
-        if not long.size:
-            return "no such head"
-        return f"{long.min():.0f} to {long.max():.0f} (heads: {long.size})"
+    """Their range, and how many heads have fewer modes than keys drawn at random would give."""
+    if not first(records, "01_spectrum", "02_decay"):
+        return None
+    record, decay = first(records, "01_spectrum", "02_decay")
+    heads = values(record, "effective_rank").mean((0, 1))                           # [L, H]
+    fewer = heads < values(record, "effective_rank_null").mean((0, 1))
+    long, words = horizons(decay) > 4096, "no such head"
+    if long.any():
+        words = (f"{heads[long].min():.0f} to {heads[long].max():.0f}; fewer modes than with "
+                 f"random keys in {fewer[long].sum()} of these {long.sum()}")
+    return f"{words}; in {fewer.sum()} of all {fewer.size} heads fewer than with random keys"
 
 
-def loss_at(rank):
-    def cell(records):
-        for record in find(records, "03_loss", heads="all", keep="top"):
+def loss_at(records, rank):
+    for record in find(records, "03_loss", **DEFAULT)[:1]:
+        if rank in ranks_of(record):
+            other = f" ({variant(record)})" if variant(record) else ""
+            return f"{gdn.with_error(changes(record, 'loss', rank))} nats{other}"
+
+
+def task_at(records, task, lengths, ranks):
+    """A line for each run at the post's lengths; if there is none, for each at others."""
+    runs, lines = find(records, "04_ruler", task=task, **DEFAULT), []
+    at_the_posts = [record for record in runs if record["arguments"]["length"] in lengths]
+    for record in at_the_posts or runs:
+        words = [f"full state {values(record, 'scores', 'full').mean():.0f}"]
+        for rank in ranks:
             if rank in ranks_of(record):
-                return f"{gdn.with_error(changes(record, 'loss', rank))} nats"
-    return cell
+                words.append(f"rank {rank} {gdn.with_error(changes(record, 'scores', rank))}")
+        lines.append(f"{setting(record)}, {counted(record)}: {', '.join(words)}")
+    return "\n".join(lines)
 
 
-def task_at(task, lengths, ranks):
-    def cell(records):
-        runs, lines = find(records, "04_ruler", task=task, heads="all", keep="top"), []
-        at_the_posts = [record for record in runs if record["arguments"]["length"] in lengths]
-        for record in at_the_posts or runs:
-            words = [f"full state {values(record, 'scores', 'full').mean():.0f}"]
-            for rank in ranks:
-                if rank in ranks_of(record):
-                    words.append(f"rank {rank} {gdn.with_error(changes(record, 'scores', rank))}")
-            lines.append(f"{record['arguments']['length']:,} tokens: {', '.join(words)}")
-        return "<br>".join(lines)
-    return cell
-
-
-CLAIMS = [  # the claim, what the post says, the cell of a model (None or "": not run)
+CLAIMS = [  # the claim, what the post says, a model's cell ("" or None: not run), its arguments
     ("heads with a decay horizon over 4,096 tokens", "48 of 288", long_heads),
     ("heads that largely forget within 256 tokens: horizon at most 256", "61%", short_heads),
     ("effective rank of the heads with a horizon over 4,096", "30 to 47", rank_of_long_heads),
-    ("change in loss, 48 modes kept", "-0.0001 ± 0.0010 nats", loss_at(48)),
-    ("change in loss, 12 modes kept", "+0.005 nats", loss_at(12)),
+    ("change in loss, 48 modes kept", "-0.0001 ± 0.0010 nats", loss_at, 48),
+    ("change in loss, 12 modes kept", "+0.005 nats", loss_at, 12),
     ("multikey needles, 32 and 12 modes kept", "at baseline with 32 at 16K, 64K and 128K; no "
-     "measurable decline with 12", task_at("niah_multikey_2", LENGTHS, (32, 12))),
+     "measurable decline with 12", task_at, "niah_multikey_2", LENGTHS, (32, 12)),
     ("frequent words (fwe), 32 and 12 modes kept", "no noticeable decline",
-     task_at("fwe", LENGTHS, (32, 12))),
+     task_at, "fwe", LENGTHS, (32, 12)),
     ("variable tracking (vt) at 64K, 32 to 12 modes kept", "+8 to +19 points, errors 3 to 5",
-     task_at("vt", (65536,), (32, 24, 16, 12))),
+     task_at, "vt", (65536,), (32, 24, 16, 12)),
     ("common words (cwe) at 64K, 32 modes kept", "full state 27; -18 points",
-     task_at("cwe", (65536,), (32,)))]
+     task_at, "cwe", (65536,), (32,))]
 
 
-# ---- figures: each function fills the axes of one panel -----------------------------------------
+# ---- figures: a function fills one panel with its runs; its docstring is the caption ------------
+
+def style(i):
+    return {"color": COLOURS[i % 7], "marker": MARKERS[i % 7], "linestyle": LINES[i // 7 % 4]}
+
 
 def layer_styles(layers):
     """(i, style) of every layer: a few by colour and marker, many along a scale of colours."""
@@ -207,211 +264,281 @@ def layer_styles(layers):
     for i, layer in enumerate(layers):
         colour = COLOURS[i] if few else plt.cm.viridis(0.92 * i / (len(layers) - 1))
         shown = few or i in (0, len(layers) - 1)
-        yield i, {"color": colour, "marker": MARKERS[i] if few else "o", "markersize": 6,
+        yield i, {"color": colour, "marker": MARKERS[i] if few else "o", "linestyle": "",
                   "label": f"layer {layer}" if shown else None}
 
 
-def error_bars(ax, x, rows, i, label):
+def error_bars(ax, x, rows, looks, label):
     """Means of the rows [points][items] with their standard errors."""
     means, errors = zip(*(gdn.mean_se(row) for row in rows))
-    ax.errorbar(x, means, [error or 0 for error in errors], color=COLOURS[i % 7], label=label,
-                marker=MARKERS[i % 7], linestyle="-" if i < 7 else "--", capsize=3)
+    ax.errorbar(x, means, [error or 0 for error in errors], capsize=3, label=label, **looks)
 
 
-def rank_panel(ax, runs, measure, label):
-    """measure(record, rank) [items] of every run against its ranks, the largest to the left."""
-    ranks = ranks_of(*runs)
-    for i, record in enumerate(runs):
-        x = [ranks.index(rank) + 0.06 * (i - len(runs) / 2) for rank in ranks_of(record)]
-        error_bars(ax, x, [measure(record, rank) for rank in ranks_of(record)], i, label(record))
-    ax.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
-    ax.set_xlabel("modes kept per head, r")
-    ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=2)
-    return ranks
+def steps(ax, names, label):
+    """An x axis with a step for each name, however few there are."""
+    ax.set_xticks(range(len(names)), names)
+    ax.set(xlabel=label, xlim=(-0.5, len(names) - 0.5))
 
 
-def loss_panel(ax, records):
-    runs = find(records, "03_loss")
-    V, K = runs[0]["state"]
-    ranks = rank_panel(ax, runs, lambda record, rank: changes(record, "loss", rank), named)
+def loss_axis(ax):
+    """At least ± 0.01 nats: nothing looks like much that is not."""
     ax.axhline(0, color="grey", linewidth=1)
+    ax.update_datalim([(0, -0.01), (0, 0.01)])
     ax.set_yscale("symlog", linthresh=0.01)
     ax.set_ylabel("change in loss, nats (linear up to 0.01)")
-    size = ax.secondary_xaxis("top")
-    sizes = [f"{rank * (K + V) / (K * V):.2g}" for rank in ranks]
-    size.set_xticks(range(len(ranks)), sizes, fontsize=8)
-    size.set_xlabel("numbers carried, r (K + V) / (K V)", fontsize=9)
 
 
-def kl_panel(ax, records):
-    rank_panel(ax, find(records, "03_loss"), lambda record, rank: values(record, "kl", rank), named)
-    ax.set_yscale("log")
-    ax.set_ylabel("KL from the untouched model, nats")
+def rank_curves(ax, runs, name, measure, key):
+    """measure(record, key, rank) [items] of every run against its ranks, the largest to the left.
+
+    name(record) is its label; the runs stand a little apart, all within a third of a step.
+    """
+    ranks, apart = ranks_of(*runs), min(0.06, 0.3 / len(runs))
+    for i, (record, label) in enumerate(zip(runs, labels(runs, name))):
+        x = [ranks.index(rank) + apart * (i - (len(runs) - 1) / 2) for rank in ranks_of(record)]
+        rows = [measure(record, key, rank) for rank in ranks_of(record)]
+        error_bars(ax, x, rows, style(i), label)
+    steps(ax, [str(rank) for rank in ranks], "modes kept per head, r")
+
+
+def labels(runs, name):
+    """The runs' names, and what each is a mean over where that differs ($ would be a formula)."""
+    counts = [counted(record) for record in runs]
+    if len(set(counts)) == 1:
+        counts = [""] * len(runs)
+    found = [": ".join(filter(None, (name(record), n))) for record, n in zip(runs, counts)]
+    return [label.replace("$", r"\$") for label in found]
+
+
+def loss_panel(ax, runs):
+    """Change in next-token loss, mean ± standard error over documents."""
+    rank_curves(ax, runs, named, changes, "loss")
+    loss_axis(ax)
+
+
+def kl_panel(ax, runs):
+    """KL divergence from the untouched model, mean ± standard error over documents."""
+    rank_curves(ax, runs, named, values, "kl")
+    ax.set(yscale="log", ylabel="KL from the untouched model, nats")
+
+
+def after_panel(ax, runs):
+    """Change in loss by the tokens read since the last boundary, mean ± standard error."""
+    [record] = runs
+    edges, shown, names = record["after_bins"], ranks_of(record), ["first\nsegment"]
+    for low, high in zip(edges, edges[1:]):
+        names.append(f"{low}" if high == low + 1 else f"{low}-{high - 1}")
+    if len(shown) > 6:
+        shown = [rank for rank in shown if rank in (32, 12, 4, 1, 0)] or shown[:6]
+    for i, rank in enumerate(shown):
+        rows = changes(record, "after", rank).T                                 # [bins, documents]
+        error_bars(ax, range(len(names)), rows, style(i), f"rank {rank}")
+    steps(ax, names, "tokens since the boundary")
+    loss_axis(ax)
+
+
+def bytes_panel(ax, runs):
+    """KL against the bytes carried of a head, by how states are stored (colours) and which modes \
+are kept (lines), mean ± standard error over documents. Stars: the whole state, rounded."""
+    stores = list(dict.fromkeys(record["arguments"]["store"] for record in runs))
+    keeps = list(dict.fromkeys(record["arguments"]["keep"] for record in runs))
+    sizes = [size for record in runs for size in record["bytes"].values() if size] or [1]
+    low, high = int(np.log2(min(sizes)) // 2), int(-(-np.log2(max(sizes)) // 2))
+    ticks = [4.0 ** n for n in range(low - 1, high + 1)]            # the first stands for 0 bytes
+    for record, label in zip(runs, labels(runs, named)):
+        looks = style(stores.index(record["arguments"]["store"]))
+        looks["linestyle"] = LINES[keeps.index(record["arguments"]["keep"])]
+        whole = [rank for rank in ranks_of(record) if rank == min(record["state"])]
+        parts = [rank for rank in ranks_of(record) if rank not in whole]
+        star = {**looks, "marker": "*", "markersize": 14, "markeredgecolor": "black"}
+        for ranks, looks in ((parts, looks), (whole, star)):
+            if ranks:
+                x = [record["bytes"][str(rank)] or ticks[0] for rank in ranks]
+                error_bars(ax, x, [values(record, "kl", rank) for rank in ranks], looks, label)
+                label = None
+    ax.set_xscale("log", base=4)
+    ax.set_xticks(ticks, ["0", *(f"{tick:,.0f}" for tick in ticks[1:])])
+    ax.set(xlabel="bytes carried per head", xlim=(ticks[0] / 1.5, ticks[-1] * 1.5),
+           yscale="log", ylabel="KL from the untouched model, nats")
 
 
 def tasks_panel(ax, runs):
-    rank_panel(ax, runs, lambda record, rank: changes(record, "scores", rank), task_label)
+    """Change in task score, mean ± standard error over samples."""
+    rank_curves(ax, runs, task_and_score, changes, "scores")
     ax.axhline(0, color="grey", linewidth=1)
+    ax.update_datalim([(0, -1), (0, 1)])
     ax.set_ylabel("change in score, points")
 
 
-def task_label(record):
+def task_and_score(record):
     return f"{record['arguments']['task']} (full {values(record, 'scores', 'full').mean():.0f})"
 
 
-def after_panel(ax, records):
-    record = find(records, "03_loss")[0]
-    edges, shown = record["after_bins"], ranks_of(record)
-    labels = ["first\nsegment"]
-    for low, high in zip(edges, edges[1:]):
-        labels.append(f"{low}" if high == low + 1 else f"{low}-{high - 1}")
-    if len(shown) > 6:
-        shown = [rank for rank in shown if rank in (32, 12, 4, 1, 0)]
-    for i, rank in enumerate(shown):
-        error_bars(ax, range(len(labels)), changes(record, "after", rank).T, i, f"rank {rank}")
-    ax.set_xticks(range(len(labels)), labels, fontsize=8)
-    ax.set_xlabel("tokens since the boundary")
-    ax.set_ylabel("change in loss, nats")
-    ax.legend(fontsize=9)
-
-
 def lengths_panel(ax, runs):
-    runs = sorted(runs, key=lambda record: record["arguments"]["length"])
-    lengths = [record["arguments"]["length"] for record in runs]
+    """Task score against length, mean ± standard error over samples."""
     shared = [rank for rank in ranks_of(*runs) if all(rank in ranks_of(record) for record in runs)]
     for i, rank in enumerate(["full", *shared]):
-        error_bars(ax, lengths, [values(record, "scores", rank) for record in runs], i,
-                   "full state" if rank == "full" else f"rank {rank}")
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    ax.minorticks_off()
-    ax.set_xlabel("length, tokens")
+        rows = [values(record, "scores", rank) for record in runs]
+        label = "full state" if rank == "full" else f"rank {rank}"
+        error_bars(ax, range(len(runs)), rows, style(i), label)
+    steps(ax, [f"{record['arguments']['length']:,}" for record in runs], "length, tokens")
+    ax.update_datalim([(0, 0), (0, 100)])
     ax.set_ylabel("score, points")
-    ax.legend(fontsize=8)
 
 
-def horizon_panel(ax, records):
-    [record, *_], [decay, *_] = find(records, "01_spectrum"), find(records, "02_decay")
+def horizon_panel(ax, runs):
+    """Effective rank against decay horizon, a filled mark a head; the hollow mark joined to it is \
+what random keys would give (dotted: 256 and 4,096 tokens; line: all modes)."""
+    record, decay = runs
     x, y = horizons(decay), values(record, "effective_rank").mean((0, 1))           # [L, H]
-    for i, style in layer_styles(record["layers"]):
-        ax.plot(x[i], y[i], linestyle="", **style)
+    null = values(record, "effective_rank_null").mean((0, 1))
+    for i, looks in layer_styles(record["layers"]):
+        ax.plot([x[i], x[i]], [y[i], null[i]], color=looks["color"], linewidth=0.8)
+        ax.plot(x[i], null[i], **{**looks, "label": None}, markerfacecolor="white")
+        ax.plot(x[i], y[i], **looks)
     for limit in (256, 4096):
         ax.axvline(limit, color="grey", linestyle=":", linewidth=1)
-    ax.set_xscale("log")
-    ax.set_ylim(0, min(record["state"]))
-    ax.set_xlabel("decay horizon, tokens")
-    ax.set_ylabel("effective rank (top: all modes)")
-    ax.legend(fontsize=9)
+    ax.axhline(min(record["state"]), color="grey", linewidth=1)
+    ax.update_datalim([(256, 0)])
+    ax.set(xscale="log", xlabel="decay horizon, tokens", ylabel="effective rank")
 
 
-def along_panel(ax, records):
-    [record, *_], [decay, *_] = find(records, "01_spectrum"), find(records, "02_decay")
+def along_panel(ax, runs):
+    """Effective rank along the document: mean over heads, and their middle half."""
+    record, decay = runs
     effective, long = values(record, "effective_rank").mean(0), horizons(decay) > 256
+    x = record["items"][0]["positions"]
     for i, (chosen, label) in enumerate(((long, "over 256"), (~long, "at most 256"))):
         if chosen.any():
-            heads, x = effective[:, chosen], record["items"][0]["positions"]    # [boundary, heads]
-            ax.plot(x, heads.mean(1), color=COLOURS[i], marker=MARKERS[i], markersize=4,
-                    label=f"horizon {label} tokens ({chosen.sum()} heads)")
-            middle = np.quantile(heads, (0.25, 0.75), axis=1)
-            ax.fill_between(x, *middle, color=COLOURS[i], alpha=0.15)
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel("tokens read")
-    ax.set_ylabel("effective rank")
-    ax.legend(fontsize=9)
+            heads = effective[:, chosen]                                        # [boundary, heads]
+            ax.plot(x, heads.mean(1), markersize=4, **style(i),
+                    label=f"horizon {label} tokens (heads: {chosen.sum()})")
+            ax.fill_between(x, *np.quantile(heads, (0.25, 0.75), axis=1), color=COLOURS[i],
+                            alpha=0.15)
+    ax.update_datalim([(x[0], 0)])
+    ax.set(xlabel="tokens read", ylabel="effective rank")
 
 
-def readout_panel(ax, records):
-    record = find(records, "01_spectrum")[0]
+def readout_panel(ax, runs):
+    """What is read of the tail against its energy, a mark a head; on the line, as much."""
+    [record] = runs
     rank = near_12(record)
     x = np.clip(1 - values(record, "energy", rank).mean(0), 1e-14, 1)                # [L, H]
     y = np.clip(1 - values(record, "readout", rank).mean(0), 1e-14, 1)
-    for i, style in layer_styles(record["layers"]):
-        ax.plot(x[i], y[i], linestyle="", **style)
-    line = [min(x.min(), y.min()), 1]
+    for i, looks in layer_styles(record["layers"]):
+        ax.plot(x[i], y[i], **looks)
+    line = [min(x.min(), y.min(), 0.1), 1]
     ax.plot(line, line, color="grey", linewidth=1)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlabel(f"share of energy beyond {rank} modes")
-    ax.set_ylabel(f"share of what is read beyond {rank}")
-    ax.legend(fontsize=9)
+    ax.set(xscale="log", xlabel=f"share of energy beyond {rank} modes",
+           yscale="log", ylabel="share of what is read beyond them")
 
 
-def spectra_panel(ax, records):
-    record = find(records, "01_spectrum")[0]
+def spectra_panel(ax, runs):
+    """Singular values over their sum, mean over boundaries and documents, a line a head."""
+    [record] = runs
     spectrum = values(record, "spectrum").mean(0)                                   # [L, H, M]
-    for i, style in layer_styles(record["layers"]):
-        lines = ax.plot(range(1, spectrum.shape[-1] + 1), spectrum[i].T, color=style["color"],
+    for i, looks in layer_styles(record["layers"]):
+        lines = ax.plot(range(1, spectrum.shape[-1] + 1), spectrum[i].T, color=looks["color"],
                         linewidth=1)
-        lines[0].set_label(style["label"])
-    ax.set_yscale("log")
-    ax.set_ylim(1e-6, 1)
-    ax.set_xlabel("mode j")
-    ax.set_ylabel("singular value / sum of them")
-    ax.legend(fontsize=9)
+        lines[0].set_label(looks["label"])
+    ax.set(xlabel="mode j", yscale="log", ylim=(1e-6, 1), ylabel="singular value / sum of them")
 
 
-def by_model(models, *scripts):
-    """{title of a panel: records} of the models that have run these stages."""
-    return {name: records for name, records in models.items()
-            if all(find(records, script) for script in scripts)}
+FIGURES = [(loss_panel, by_rank), (kl_panel, by_rank), (after_panel, first, "03_loss"),
+           (bytes_panel, codings), (tasks_panel, find, "04_ruler"),
+           (lengths_panel, find, "04_ruler"), (horizon_panel, first, "01_spectrum", "02_decay"),
+           (along_panel, first, "01_spectrum", "02_decay"),
+           (readout_panel, first, "01_spectrum"), (spectra_panel, first, "01_spectrum")]
 
 
-def by_variant(models):
-    """A panel for each model and way of truncating, at the length that most of its tasks ran at."""
+def panels(models, panel, select, *arguments):
+    """{title: runs}: a panel a model, or a length or task of it and a way of truncating."""
     groups = {}
     for name, records in models.items():
-        for record in find(records, "04_ruler"):
-            groups.setdefault((name, variant(record)), []).append(record)
-    found = {}
-    for (name, how), runs in groups.items():
-        lengths = [record["arguments"]["length"] for record in runs]
-        length = max(lengths, key=lengths.count)
-        title = f"{name}, {length:,} tokens" + (f"\n{how}" if how else "")
-        found[title] = find(runs, "04_ruler", length=length)
-    return found
+        runs = select(records, *arguments)
+        for record in runs:
+            words = [name]
+            if panel is tasks_panel:
+                words.append(f"{record['arguments']['length']:,} tokens")
+            if panel is lengths_panel:
+                words.append(record["arguments"]["task"])
+            if panel in (tasks_panel, lengths_panel):
+                words.append(variant(record))
+            if select is first:
+                words.append(variant(runs[0]))
+            groups.setdefault(", ".join(filter(None, words)), []).append(record)
+    if panel is lengths_panel:
+        groups = {title: runs for title, runs in groups.items() if len(runs) > 1}
+    return groups
 
 
-def by_task(models):
-    """A panel for each model and task that ran at several lengths."""
-    groups = {}
-    for name, records in models.items():
-        for record in find(records, "04_ruler"):
-            if not variant(record):
-                groups.setdefault(f"{name}, {record['arguments']['task']}", []).append(record)
-    return {title: runs for title, runs in groups.items() if len(runs) > 1}
+def heading(title, runs):
+    """A panel's title, and what its runs are means over, unless there is too much to say."""
+    counts = list(dict.fromkeys(counted(record) for record in runs))
+    if len(counts) > 2:
+        counts = ["means over what the legend says"]
+    return "\n".join(textwrap.fill(line, 50) for line in (title, *counts))
 
 
-def draw(root, name, panel, groups):
-    """Write a figure of a panel for each group, and return the page's lines for it."""
+def whole_decades(axes):
+    """One logarithmic y axis for all means; linear below its first decade, so that 0 is seen."""
+    means = np.concatenate([bars[0].get_ydata() for ax in axes for bars in ax.containers])
+    above = means[means > 0] if means.any() else np.array([1e-9])
+    low = 10.0 ** np.floor(np.log10(above.min() / 1.1))
+    high = 10.0 ** np.ceil(np.log10(above.max() * 1.1))
+    for ax in axes:
+        ax.set_ylim(low, high)
+        if (means == 0).any():
+            ax.set_yscale("symlog", linthresh=low, linscale=0.5)
+            ax.set(ylim=(-low / 4, high), ylabel=f"{ax.get_ylabel()} (linear up to {low:.0e})")
+
+
+def draw(root, models, panel, *select):
+    """Write a figure, at most three panels a row, and return the page's lines for it."""
+    groups, name, caption = panels(models, panel, *select), panel.__name__[:-6], panel.__doc__
     if not groups:
         return ""
-    figure, axes = plt.subplots(1, len(groups), figsize=(4.8 * max(len(groups), 1.3), 4.2),
-                                squeeze=False, sharey=panel not in (horizon_panel, readout_panel))
-    for ax, (title, records) in zip(axes[0], groups.items()):
-        panel(ax, records)
-        ax.set_title(title, parse_math=False, fontsize=11)
-    for ax in axes[0][1:]:
-        ax.set_ylabel("")
+    columns = min(len(groups), 3)
+    rows = -(-len(groups) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4.8 * max(columns, 1.3), 4.6 * rows),
+                                squeeze=False, sharey=True)
+    for ax in axes.flat[len(groups):]:
+        ax.remove()
+    axes = axes.flat[:len(groups)]
+    for ax, (title, runs) in zip(axes, groups.items()):
+        panel(ax, runs)
+        ax.set_title(heading(title, runs), parse_math=False, fontsize=10)
+        handles, words = ax.get_legend_handles_labels()
+        ax.legend(handles, words, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15),
+                  ncol=2 if max(map(len, words)) < 34 else 1)
+    if panel in (kl_panel, bytes_panel):
+        whole_decades(axes)
+    for ax in axes:
+        ax.label_outer()
     gdn.write_whole(root / f"{name}.png", lambda path: figure.savefig(path, format="png"))
     plt.close(figure)
-    return f"![{FIGURES[name]}]({name}.png)\n\n*{FIGURES[name]}*\n"
+    return f"![{caption}]({name}.png)\n\n*{caption}*\n"
 
 
 # ---- the page -----------------------------------------------------------------------------------
 
+def escaped(text):
+    """A text that Markdown shows as it is, in a table too."""
+    return re.sub(r"([\\`*_\[\]<>&|$~])", r"\\\1", str(text)).replace("\n", "<br>")
+
+
 def table(head, rows):
-    if not rows:
-        return "Its stage has not run.\n"
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+    lines = [[escaped(cell) for cell in line] for line in (head, *rows)]
+    lines.insert(1, ["---"] * len(head))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def share(record, rank):
     """A change in loss as a share of what wiping the same states costs: ' (3% of rank 0)'."""
-    if 0 not in ranks_of(record) or rank == 0:
+    if rank == 0 or 0 not in ranks_of(record) or changes(record, "loss", 0).mean() <= 0:
         return ""
     part = changes(record, "loss", rank).mean() / changes(record, "loss", 0).mean()
-    return f" ({part:.0%} of rank 0)"
+    return f" ({round(part, 2) + 0.0:.0%} of rank 0)"               # + 0.0: no -0%
 
 
 def level(numbers):
@@ -419,60 +546,87 @@ def level(numbers):
     return gdn.with_error(numbers).removeprefix("+")
 
 
-def finding(records):
-    """What was found on a model, in one line."""
-    words = []
-    for record in find(records, "03_loss")[:1]:
-        rank, n = near_12(record), len(record["items"])
-        change, other = changes(record, "loss", rank), 1 - values(record, "agree", rank).mean()
-        words.append(f"with {rank} of {min(record['state'])} modes ({named(record)}) the loss "
-                     f"changes by {gdn.with_error(change)} nats{share(record, rank)}, and "
-                     f"{other:.1%} of the most likely tokens are others ({n} documents)")
-    if find(records, "02_decay"):
-        words.append(f"{long_heads(records)} heads have a horizon over 4,096 tokens, "
-                     f"{short_heads(records)} one of at most 256")
-    tasks = [record for record in find(records, "04_ruler") if not variant(record)]
-    moved = []
-    for record in tasks:
-        rank, arguments = near_12(record), record["arguments"]
-        mean, error = gdn.mean_se(changes(record, "scores", rank))
-        if abs(mean) > 2 * (error or 0):
-            moved.append(f"{arguments['task']} at {arguments['length']:,} by {mean:+.0f} points")
-    if tasks:
-        words.append(f"{near_12(tasks[0])} modes move the scores of {len(moved)} of {len(tasks)} "
-                     f"tasks by over two standard errors{': ' * bool(moved)}{', '.join(moved)}")
-    return "; ".join(words)
+def effects(record, rank):
+    """Change in loss, KL and agreement, as cells of a table."""
+    return [gdn.with_error(changes(record, "loss", rank)) + share(record, rank),
+            level(values(record, "kl", rank)), f"{values(record, 'agree', rank).mean():.1%}"]
 
 
 def loss_tables(models):
-    """By model, a row a rank: change in loss, KL and agreement of every way of truncating."""
+    """A table a run, a row a rank."""
     pages = []
     for name, records in models.items():
-        runs, head = find(records, "03_loss"), ["rank"]
-        full = [values(record, "loss", "full").mean() for record in runs]
-        rows = [["full"]] + [[rank] for rank in ranks_of(*runs)]
-        for record, loss in zip(runs, full):
-            head += [f"{named(record)}: change in loss, nats", "KL, nats", "same token"]
-            rows[0] += [f"{loss:.4f} nats", "", ""]
-            for row in rows[1:]:
-                cells = ["", "", ""]
-                if row[0] in ranks_of(record):
-                    change = gdn.with_error(changes(record, "loss", row[0]))
-                    cells = [change + share(record, row[0]), level(values(record, "kl", row[0])),
-                             f"{values(record, 'agree', row[0]).mean():.1%}"]
-                row += cells
-        pages.append(f"**{name}**\n\n{table(head, rows)}")
-    return "\n".join(pages) or table([], [])
+        for record in by_rank(records):
+            rows = [["full", f"{values(record, 'loss', 'full').mean():.4f} nats", "", ""]]
+            rows += [[rank, *effects(record, rank)] for rank in ranks_of(record)]
+            said = escaped(f"{named(record)}; {counted(record)}")
+            pages += [f"**{escaped(name)}**: {said}\n",
+                      table(["rank", "change in loss, nats", "KL, nats", "same token"], rows)]
+    return "\n".join(pages)
+
+
+def coding_rows(records):
+    """(bytes of a head, KL, its name, run, rank) of all codings, the smallest first.
+
+    The full state and rank 0 are the same in all runs, and are there once.
+    """
+    rows, runs = [], codings(records)
+    for record in runs:
+        V, K = record["state"]
+        made = record["arguments"]
+        if record is runs[0]:
+            rows.append((4 * V * K, 0.0, "untouched, in float32", record, "full"))
+        for rank in ranks_of(record):
+            name = f"{made['store']}, {rank} {made['keep']} modes"
+            if rank == min(V, K):
+                name = f"{made['store']}, whole state"
+            if rank == 0:
+                name = "nothing carried"
+            if rank > 0 or record is runs[0]:
+                kl = values(record, "kl", rank).mean()
+                rows.append((record["bytes"][str(rank)], kl, name, record, rank))
+    return sorted(rows, key=lambda row: row[:2])
+
+
+def on_front(row, rows):
+    """Whether no other coding is as small and as close, and not equal."""
+    for size, kl, *_ in rows:
+        if size <= row[0] and kl <= row[1] and (size, kl) != row[:2]:
+            return False
+    return True
+
+
+def coding_table(models):
+    """By model, the whole state in every store and what is on the front, sorted by bytes."""
+    pages = []
+    for name, records in models.items():
+        rows = coding_rows(records)
+        lines = []
+        for row in rows:
+            size, kl, coding, record, rank = row
+            front = "yes" if on_front(row, rows) else ""
+            if rank == "full":
+                lines.append([f"{size:,}", coding, "0", "0", "100%", front])
+            elif front or rank == min(record["state"]):
+                change, divergence, agree = effects(record, rank)
+                lines.append([f"{size:,}", coding, divergence, change, agree, front])
+        if lines:
+            head = ["bytes a head", "stored", "KL, nats", "change in loss, nats", "same token",
+                    "on the front"]
+            pages += [f"**{escaped(name)}**: {escaped(counted(codings(records)[0]))}\n",
+                      table(head, lines)]
+    return "\n".join(pages)
 
 
 def task_table(models):
     """Score of the full state, and by rank the change, with the samples better and worse."""
     runs = [(name, record) for name in models for record in find(models[name], "04_ruler")]
+    if not runs:
+        return ""
     ranks, rows = ranks_of(*(record for _, record in runs)), []
     for name, record in runs:
-        full, arguments = values(record, "scores", "full").mean(), record["arguments"]
-        row = [name, arguments["task"], f"{arguments['length']:,}", named(record),
-               len(record["items"]), f"{full:.1f}"]
+        row = [name, setting(record), counted(record),
+               f"{values(record, 'scores', 'full').mean():.1f}"]
         for rank in ranks:
             cell = ""
             if rank in ranks_of(record):
@@ -482,41 +636,82 @@ def task_table(models):
                     cell += f", {(change > 0).sum()} up {(change < 0).sum()} down"
             row.append(cell)
         rows.append(row)
-    return table(["model", "task", "length", "truncated", "samples", "full state",
-                  *(f"rank {rank}" for rank in ranks)], rows)
+    return table(["model", "task", "over", "full state", *(f"rank {rank}" for rank in ranks)], rows)
 
 
 def head_table(models):
     """Of the states: means over heads and boundaries, ± standard error over documents."""
     rows = []
     for name, records in models.items():
-        record = find(records, "01_spectrum")[0]
-        rank, heads = near_12(record), values(record, "effective_rank").mean((0, 1))
-        means = [values(record, "effective_rank").mean((1, 2, 3))]
-        for key in ("energy", "readout", "overlap"):
-            means.append(values(record, key, rank).mean((1, 2)))
-        later = {**record, "items": record["items"][1:]}            # the first has no other
-        if later["items"]:
-            means.append(values(later, "overlap_other", rank).mean((1, 2)))
-        rows.append([name, f"{heads.min():.1f}, {np.median(heads):.1f}, {heads.max():.1f} of "
-                     f"{min(record['state'])}", rank, *map(level, means)])
-    return table(["model", "effective rank: least, median, most of the heads", "r",
-                  "effective rank", "energy in the top r", "of what is read",
-                  "overlap with the boundary before", "with another document"], rows)
+        for record in first(records, "01_spectrum"):
+            rank, heads = near_12(record), values(record, "effective_rank").mean((0, 1))
+            means = [values(record, "effective_rank").mean((1, 2, 3)),
+                     values(record, "effective_rank_null").mean((1, 2, 3))]
+            for key in ("energy", "readout", "overlap"):
+                means.append(values(record, key, rank).mean((1, 2)))
+            later = {**record, "items": record["items"][1:]}        # the first has no other
+            if later["items"]:
+                means.append(values(later, "overlap_other", rank).mean((1, 2)))
+            else:
+                means.append([])
+            rows.append([name, counted(record),
+                         f"{heads.min():.1f}, {np.median(heads):.1f}, {heads.max():.1f} of "
+                         f"{min(record['state'])}", rank,
+                         *(level(mean) if len(mean) else "" for mean in means)])
+    head = ["model", "over", "effective rank: least, median, most of the heads", "r",
+            "effective rank", "with random keys", "energy in the top r", "of what is read",
+            "overlap with the boundary before", "with another document"]
+    return table(head, rows) if rows else ""
+
+
+def finding(records):
+    """What was found on a model, in one line."""
+    words = []
+    for record in first(records, "03_loss"):
+        rank, n = near_12(record), len(record["items"])
+        change, other = changes(record, "loss", rank), 1 - values(record, "agree", rank).mean()
+        words.append(f"with {rank} of {min(record['state'])} modes ({named(record)}) the loss "
+                     f"changes by {gdn.with_error(change)} nats{share(record, rank)}, and "
+                     f"{other:.1%} of the most likely tokens are others ({n} "
+                     f"document{'s' * (n > 1)})")
+    close = [row for row in coding_rows(records) if row[1] <= 0.001]
+    if close and len(codings(records)) > 1:
+        size, kl, coding, *_ = close[0]
+        words.append(f"the smallest coding with a KL of at most 0.001 is {coding}: {size:,} bytes "
+                     f"a head (KL {kl:.1e})")
+    if find(records, "02_decay"):
+        words.append(f"{long_heads(records)} heads have a horizon over 4,096 tokens, "
+                     f"{short_heads(records)} one of at most 256")
+    runs = [record for record in find(records, "04_ruler") if not variant(record)]
+    moved, known = [], 0
+    for record in runs:
+        rank = near_12(record)
+        mean, error = gdn.mean_se(changes(record, "scores", rank))
+        if error:
+            known += 1
+            if abs(mean) > 2 * error:
+                moved.append(f"{setting(record)} by {mean:+.0f} points")
+        elif mean:
+            moved.append(f"{setting(record)} by {mean:+.0f} points in all of its "
+                         f"{len(record['items'])}")
+    if runs:
+        words.append(f"{near_12(runs[0])} modes move {len(moved)} of {len(runs)} scores (a task at "
+                     "a length each) by over two standard errors, where samples differ"
+                     + ": " * bool(moved) + ", ".join(moved))
+    return "; ".join(words)
 
 
 def run_line(record):
     """What a run was, on what, and how long it took."""
-    arguments, environment, n = record["arguments"], record["environment"], len(record["items"])
+    made, environment = record["arguments"], record["environment"]
     total = sum(item["seconds"]["total"] for item in record["items"])
     cutting = sum(item["seconds"]["truncate"] for item in record["items"])
-    if record["script"] == "04_ruler":
-        what = f"{n} samples, seed {arguments['seed']}"
-    else:
-        what = f"{n} documents of {arguments['tokens']} tokens from {arguments['documents']}"
-    return (f"    - {record['file']}: {what}, segment {arguments['segment']}, "
-            f"{environment['dtype']} on {environment['device']}; {total:.0f} s, of these "
-            f"{cutting:.0f} at boundaries")
+    seed = ""
+    if record["script"] == "04_ruler" and not made["data"]:
+        seed = f", seed {made['seed']}"
+    return escaped(f"{record['file']}: {counted(record)}{seed}, segment {made['segment']}, "
+                   f"{environment['dtype']} on {environment['device']}; {total:.0f} s, of these "
+                   f"{cutting:.0f} at boundaries")
 
 
 INTRODUCTION = (
@@ -528,60 +723,60 @@ CLAIMS_NOTE = (
     'task of RULER\'s own. It leaves open what a horizon is, when a head has "largely forgotten", '
     "and over what an effective rank is averaged; the README says how they are read here. Where "
     "the scope differs, a figure is no check of the post's:\n")
-FIGURES = {
-    "loss": "Change in next-token loss, mean ± standard error over documents.",
-    "kl": "KL divergence from the untouched model, mean ± standard error over documents.",
-    "after": "Change in loss by the tokens read since the last boundary, mean ± standard error.",
-    "tasks": "Change in task score, mean ± standard error over samples.",
-    "lengths": "Task score against length, mean ± standard error over samples.",
-    "horizon": "Effective rank against decay horizon, a dot a head (dotted: 256 and 4,096 tokens).",
-    "along": "Effective rank along the document: mean over heads, and their middle half.",
-    "readout": "What is read of the tail against its energy, a dot a head; on the line, as much.",
-    "spectra": "Singular values over their sum, mean over boundaries and documents, a line a head."}
+CODINGS_NOTE = (
+    "The whole state in every store, and what is on the front: no other coding on the same "
+    "documents is as small and as close. Bytes are those of one head, scales counted.\n")
 
 
-def main(*, model: gdn.MODELS = (), results: gdn.TEXT = "results"):
+def main(*, model: str = None, results: str = "results"):
     """Write report.md and its figures from the result files.
 
     Args:
-        model: the models to report, with commas; by default all that are in the folder.
+        model: the model to report; by default all that are in the folder.
         results: the folder that stages 01 to 04 wrote to.
     """
     root = Path(results)
-    names = [Path(gdn.find_model(one)[0]).name for one in model]
-    if not names:
-        names = sorted(path.name for path in root.glob("*") if path.is_dir())
+    names = sorted(path.name for path in root.glob("*") if path.is_dir())
+    if model:
+        names = [model if model in names else Path(gdn.find_model(model)[0]).name]
     read = {name: read_model(root / name) for name in names}
-    models = {name.replace("|", "/"): records for name, (records, _) in read.items() if records}
+    models = {name: records for name, (records, _) in read.items() if records}
     problems = [problem for _, missing in read.values() for problem in missing]
     if not models:
         raise gdn.Error(f"--results {results} holds no result file of "
                         f"{', '.join(names) or 'a model'} to report: run 01 to 04 first. "
                         f"{'; '.join(problems)}")
-    losses, heads = by_model(models, "03_loss"), by_model(models, "01_spectrum")
-    both, tasks = by_model(models, "01_spectrum", "02_decay"), by_model(models, "04_ruler")
+    figures = {}
+    for panel, *select in FIGURES:
+        figures[panel] = draw(root, models, panel, *select)
     page = ["# How much of the Gated DeltaNet state do these models depend on?\n"]
-    page += [f"- **{name}**: {finding(records)}." for name, records in models.items()]
+    for name, records in models.items():
+        page.append(f"- **{escaped(name)}**: {escaped(finding(records))}.")
     page += ["", INTRODUCTION]
     if problems:
-        page += ["Not in this report:\n", *(f"- {problem}" for problem in problems), ""]
-    claims = [[claim, said, *(cell(records) or "not run" for records in models.values())]
-              for claim, said, cell in CLAIMS]
-    page += ["## The post's claims\n", table(["claim", "the post says", *models], claims)]
-    page += [CLAIMS_NOTE, *(f"- {name}: {differences(models[name])}" for name in models)]
-    page += ["\n## Next-token loss\n", loss_tables(losses),
-             draw(root, "loss", loss_panel, losses), draw(root, "kl", kl_panel, losses),
-             draw(root, "after", after_panel, losses),
-             "## Tasks\n", task_table(tasks), draw(root, "tasks", tasks_panel, by_variant(models)),
-             draw(root, "lengths", lengths_panel, by_task(models)),
-             "## Heads\n", head_table(heads), draw(root, "horizon", horizon_panel, both),
-             draw(root, "along", along_panel, both), draw(root, "readout", readout_panel, heads),
-             draw(root, "spectra", spectra_panel, heads), "## Runs\n"]
+        page += ["Not in this report:\n", *(f"- {escaped(problem)}" for problem in problems), ""]
+    claims = []
+    for claim, said, cell, *arguments in CLAIMS:
+        cells = [cell(records, *arguments) or "not run" for records in models.values()]
+        claims.append([claim, said, *cells])
+    page += ["## The post's claims\n", table(["claim", "the post says", *models], claims),
+             CLAIMS_NOTE]
+    page += [f"- {escaped(name)}: {escaped(differences(models[name]))}" for name in models]
+    for title, *parts in (
+            ("Next-token loss", loss_tables(models), figures[loss_panel], figures[kl_panel],
+             figures[after_panel]),
+            ("What a byte of the state buys", CODINGS_NOTE, coding_table(models),
+             figures[bytes_panel]),
+            ("Tasks", task_table(models), figures[tasks_panel], figures[lengths_panel]),
+            ("Heads", head_table(models), figures[horizon_panel], figures[along_panel],
+             figures[readout_panel], figures[spectra_panel])):
+        page += [f"\n## {title}\n", *(part or "" for part in parts)]
+    page.append("\n## Runs\n")
     for name, records in models.items():
         made = records[0]
-        page.append(f"- {name} ({made['model']}; torch {made['environment']['torch']}, "
-                    f"transformers {made['environment']['transformers']})")
-        page += [run_line(record) for record in records]
+        page.append(escaped(f"- {name} ({made['model']}; torch {made['environment']['torch']}, "
+                            f"transformers {made['environment']['transformers']})"))
+        page += [f"    - {run_line(record)}" for record in records]
     text = "\n".join(page) + "\n"
     gdn.write_whole(root / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
     print(root / "report.md")

@@ -8,14 +8,18 @@ taken first, the gated delta rule (Yang, Kautz & Hatamizadeh 2024, "Gated Delta 
 The state S fades by a_t, is asked what it holds under the key k_t, and is corrected towards the
 value v_t with strength b_t; the query q_t reads it. How much of S does a trained model depend on?
 The first part of this file has what is needed to ask: the recurrence, token by token; the state's
-singular modes, and its truncation to the largest r of them; and the run of a Hugging Face model in
-segments, with every state truncated in between. The numbered scripts ask, one question each.
+singular modes, its truncation to r of them, and what storing it rounds; and the run of a Hugging
+Face model in segments, with every state cut in between. The numbered scripts ask, one question
+each.
 
     B  rows of a batch               H  value heads, each with a state      K  key dimension
     T  tokens of a document          G  key heads, each for H/G heads       V  value dimension
     n  tokens of one call            L  GDN layers                          M  modes, min(V, K)
     R  ranks, run as rows            W  words of the vocabulary             D  hidden size
 """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)            # Ctrl-C while the libraries load just ends
+
 import contextlib
 import functools
 import gzip
@@ -25,11 +29,14 @@ import os
 import re
 import sys
 import sysconfig
+import tempfile
 import time
+import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Literal, get_args
 
 import fire
 import huggingface_hub
@@ -37,7 +44,9 @@ import safetensors
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Error(Exception):
@@ -91,7 +100,7 @@ def decay_horizon(mean_log_a):
     return 1 / mean_log_a.abs()                                     # abs: 1 / -0.0 is -infinity
 
 
-# ---- 2. the state: its modes, effective rank, truncation ----------------------------------------
+# ---- 2. the state: its modes, effective rank, truncation, storage -------------------------------
 
 def modes(state):
     """Singular values and right singular vectors of every matrix, the largest first.
@@ -103,14 +112,11 @@ def modes(state):
     the float32 states of models have; it is formed from a state scaled to size one, so that
     nothing under- or overflows. Raises Error for a state with NaN or infinity.
     """
-    if splits(state):
-        sigmas, vectors = zip(*on_every_core(modes, state))
-        return torch.cat(sigmas), torch.cat(vectors)
     M = min(state.shape[-2:])
     size = state.abs().amax((-2, -1), keepdim=True).double()        # [..., 1, 1]
     if not torch.isfinite(size).all():
         raise Error("a state holds NaN or infinity, so it has no singular modes: the model has "
-                    "diverged (try --dtype float32)")
+                    "diverged (if it ran in half precision, try --dtype float32)")
     scaled = state.double() / size.clamp_min(torch.finfo(torch.float64).tiny)
     squares, vectors = eigh(scaled.mT @ scaled)                     # [..., K], [..., K, K]
     sigma = squares[..., -M:].clamp_min(0).sqrt() * size[..., 0]    # [..., M], ascending
@@ -129,23 +135,24 @@ def effective_rank(sigma):
     return torch.special.entr(p).sum(-1).exp() * (total[..., 0] > 0)
 
 
-KEEP = ("top", "bottom", "random")
-
-
-def truncate(state, rank, keep="top", seed=0):
+def truncate(state, rank, place=None, metric=None, store="float32"):
     """Each matrix with `rank` of its singular modes: S_r = sum_{j<=r} sigma_j u_j w_j^T (the post).
 
     Args:
-        state: any batch of matrices [..., V, K], in any float dtype, on any device.
-        rank: modes to keep, from 0 up: an int, or a tensor of ints that broadcasts with the batch;
-            a state that several ranks share is decomposed once. Where the rank is at or above M
-            the matrix comes back untouched, bit for bit; rank 0 wipes it.
-        keep: "top", the largest modes; the controls are "bottom", the smallest, and "random", drawn
-            with `seed` (an int, or a torch.Generator to go on with), anew for each matrix but
-            shared along the dimensions that ranks vary in, so that ranks compare like with like.
+        state: matrices [..., V, K], in any float dtype, on any device.
+        rank: modes to keep, from 0 up: an int, or ints [...] that broadcast with the states; a
+            state that several ranks share is decomposed once. Rank 0 wipes it; a rank of M or more
+            leaves it whole, in float32 bit for bit.
+        place: of each mode, the largest first, its place in the order of keeping, [..., M];
+            0, 1, 2, ... if None.
+        metric: A [..., K, K], if modes are to be those of S A, where C = A A^T says how much each
+            direction is read: then S_r = (S A W)(W^T A^-1) is the matrix of rank r with the least
+            expected readout error E |(S - S_r) q|^2, E q q^T = C (weighted low-rank approximation;
+            as the whitening of SVD-LLM, Wang et al. 2024, arXiv 2403.07378, section 3.1).
+        store: how numbers are stored, one of BITS: all of a whole state, or the two factors.
 
     Returns:
-        the truncated states, in the state's dtype. Raises Error for another rank or keep, and for
+        the states as they come back, in their own dtype. Raises Error for what is no rank, and for
         a state with NaN or infinity.
 
     S_r = S W W^T with the kept right singular vectors W as columns: by Eckart & Young (1936) the
@@ -155,36 +162,73 @@ def truncate(state, rank, keep="top", seed=0):
     rank = torch.as_tensor(rank, device=state.device)
     if rank.is_floating_point() or rank.dtype == torch.bool or (rank < 0).any():
         raise Error(f"a rank is a whole number from 0 up, not {rank.tolist()}")
-    if keep not in KEEP:
-        raise Error(f"keep is one of {', '.join(KEEP)}, not {keep!r}")
-    batch = torch.broadcast_shapes(state.shape[:-2], rank.shape)
-    ndim = max(len(batch), 1)
-    state = state[(None,) * (ndim + 2 - state.ndim)]                # [..., V, K], at least one ...
-    rank = rank[(None,) * (ndim - rank.ndim)]                       # [...], of as many
-    place = torch.arange(M, device=state.device)                    # in the order of keeping
-    if keep == "bottom":
-        place = place.flip(0)
-    if keep == "random":
-        shape = [1 if ranks > 1 else n for ranks, n in zip(rank.shape, state.shape)]
-        if not isinstance(seed, torch.Generator):
-            seed = torch.Generator().manual_seed(seed)
-        place = torch.rand(*shape, M, generator=seed).argsort(-1).to(state.device)
-    kept = place < rank[..., None]                                  # [..., M], largest first
-    if len(state) > 1:
-        kept = kept.expand(len(state), *kept.shape[1:])             # to split with the states
-    return keep_modes(state, kept).view(*batch, *state.shape[-2:])
+    if place is None:
+        place = torch.arange(M)
+    read = state.to(torch.promote_types(state.dtype, torch.float32))
+    if metric is not None:
+        read = read @ metric.to(read)                               # S A              [..., V, K]
+    right = modes(read)[1].to(read.dtype)                           # W                [..., K, M]
+    left = stored(read @ right, store)                              # S A W            [..., V, M]
+    if metric is not None:
+        right = torch.linalg.inv(metric).mT.to(right) @ right       # A^-T W           [..., K, M]
+    right = stored(right, store)
+    kept = place.to(state.device) < rank[..., None]                 # a column each    [..., M]
+    cut = (left * kept[..., None, :]) @ right.mT                    # S_r              [..., V, K]
+    whole = rank[..., None, None] >= M
+    return torch.where(whole, stored(state, store), cut.to(state.dtype))
 
 
-def keep_modes(state, kept):
-    """The states [..., V, K] with those modes alone where kept [..., M] is True."""
-    if splits(state):
-        return torch.cat(on_every_core(keep_modes, state, kept))
-    _, W = modes(state)                                             # [..., K, M]
-    used = kept.flatten(0, -2).any(0)                               # columns that some row keeps
-    precise = state.to(torch.promote_types(state.dtype, torch.float32))
-    W = W[..., used].to(precise.dtype)
-    cut = precise @ (W * kept[..., None, used]) @ W.mT              # S W W^T
-    return torch.where(kept.all(-1)[..., None, None], state, cut.to(state.dtype))
+def read_metric(gram):
+    """A [..., K, K] with A A^T = C, for truncate, from sums of q~ q~^T over the queries so far.
+
+    gram [..., K, K] is scaled to a mean diagonal of 1, and 1e-3 of the identity is added: what has
+    not been read so far may still be.
+    """
+    size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    identity = torch.eye(gram.shape[-1]).to(gram)
+    tiny = torch.finfo(gram.dtype).tiny
+    return torch.linalg.cholesky(gram / size.clamp_min(tiny) + 1e-3 * identity)
+
+
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int6": 6, "int5": 5,
+        "int4": 4, "int3": 3, "int2": 2}
+Store = Literal[tuple(BITS)]
+
+
+def stored(x, store):
+    """Matrices [..., V, K] as they come back from storage in one of BITS.
+
+    The halves take each number as it is; float8_e4m3fn and the symmetric integers take it in units
+    of its column's scale, absmax / largest, which is a bfloat16 (in float16 small scales vanish):
+    so does SGLang's int8 checkpoint pool (its pull request 28185). What is too large saturates.
+    """
+    if store == "float32":
+        return x
+    kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
+    if store in kind:
+        largest = torch.finfo(kind[store]).max
+    else:
+        largest = 2 ** (BITS[store] - 1) - 1
+    scale = torch.ones_like(x[..., :1, :])
+    if BITS[store] <= 8:
+        scale = (x.abs().amax(-2, keepdim=True) / largest).bfloat16().to(x.dtype)   # [..., 1, K]
+    units = (x / scale.where(scale > 0, 1)).clamp(-largest, largest)
+    if store in kind:
+        units = units.to(kind[store]).to(x.dtype)
+    else:
+        units = units.round()
+    return units * scale
+
+
+def bytes_stored(V, K, rank, store="float32"):
+    """Bytes of one head's state [V, K] as `truncate` stores it, two for each scale counted."""
+    if rank >= min(V, K):
+        numbers, scales = V * K, K
+    else:
+        numbers, scales = rank * (V + K), 2 * rank
+    if BITS[store] > 8:
+        scales = 0
+    return -(-numbers * BITS[store] // 8) + 2 * scales              # rounded up
 
 
 # ---- 3. the run: segments, states, gates and queries, losses ------------------------------------
@@ -196,11 +240,10 @@ def segments(model, ids, segment, cache, position=0, end=None):
     Yields, after each call, (start, hidden, boundary): the position of the call's first token, the
     hidden states [B, n, D] before the head, and whether the position now reached is a boundary, a
     multiple of `segment` with tokens to follow. What the caller does to the cache in the body of
-    its loop happens before the next call. The logits are left to the caller: over a vocabulary of
-    248,320 they are the peak of memory, and most callers need few of them.
+    its loop happens before the next call. The logits, the peak of memory, are left to the caller.
 
     Args:
-        ids: a single row is fed to as many rows as the cache has.
+        ids: a single row is fed to all rows, if the caller makes the cache's one row many.
         cache: of transformers, changed in place; `position` says how many tokens it has consumed.
         end: how many tokens the whole run has, where it goes on after these ids.
 
@@ -208,168 +251,200 @@ def segments(model, ids, segment, cache, position=0, end=None):
     """
     last = position + ids.shape[1]
     end = last if end is None else end
-    start = position
+    start, rows = position, len(ids)
     while start < last:
         stop = min(last, (start // segment + 1) * segment)
-        part = ids[:, start - position:stop - position]
-        part = part.expand(max(len(part), rows_in(cache)), -1)
+        part = ids[:, start - position:stop - position].expand(rows, -1)
         hidden = model.base_model(part, cache=cache, use_cache=True).last_hidden_state
         if cache.get_seq_length() != stop:
             raise Error(f"transformers {transformers.__version__} does not fill the cache it is "
                         "given, so the model would run without a memory: install 5.24.0 or later")
         if not torch.isfinite(hidden).all():
             raise Error(f"the model's output is NaN or infinite by token {stop}: it has overflowed "
-                        "(try --dtype float32)")
+                        "(if it ran in half precision, try --dtype float32)")
         yield start, hidden, stop % segment == 0 and stop < end
-        start = stop
+        start, rows = stop, len(states_in(cache)[0])
 
 
-def rows_in(cache):
-    """Rows that a cache holds, 0 before it is used. (Its own batch_size ignores reorder_cache.)"""
-    layer = next(layer for layer in cache.layers if hasattr(layer, "recurrent_states"))
-    return len(layer.recurrent_states[0]) if layer.is_recurrent_states_initialized[0] else 0
+def states_in(cache):
+    """The states of every GDN layer, views [B, H, V, K] of the cache, which has the transposes."""
+    layers = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+    return [layer.recurrent_states[0].mT for layer in layers]
 
 
-def read_states(cache, layers):
-    """All states of a run, [L, B, H, V, K], on the first one's device; the cache has transposes."""
-    states = [cache.layers[i].recurrent_states[0].mT for i in layers]
-    return torch.stack([state.to(states[0].device) for state in states])
+Keep = Literal["top", "bottom", "random", "read"]
+
+
+@dataclass
+class Cut:
+    """What is done to the states at a boundary."""
+    keep: Keep              # which modes stay: the largest, the smallest, any, or the most read
+    store: Store            # how what stays is stored
+    heads: torch.Tensor     # whether a head is cut at all, [L, H]
 
 
 @torch.inference_mode()
-def truncate_rows(cache, layers, ranks, keep="top", seed=0, heads=None):
-    """Truncate row i of every state in the cache to ranks[i] modes, in place; None leaves it whole.
+def truncate_rows(cache, ranks, cut, seed, calls, gram=0.0):
+    """Truncate row 1 + i of every state in the cache to ranks[i] modes, in place; row 0 is left.
 
     Until the first boundary all rows are the same, so the run begins with one: a cache of a single
-    row becomes one of a row for each rank, and its states are decomposed once for all of them.
+    row becomes one of 1 + R rows, and its states are decomposed once for all of them.
 
-    heads: a boolean mask [L, H] of the heads to truncate; the others stay whole. All by default.
+    Args:
+        seed: of the random modes, drawn anew for each layer and head, and alike for all ranks.
+        calls: of the rule since the boundary before, as recorded; they are taken off the list.
+        gram: what this returned at the boundary before: for each head the sum of q~ q~^T over all
+            effective queries so far, [L, H, K, K], or 0 where modes are not kept by what is read.
     """
-    alike = rows_in(cache) < len(ranks)
+    alike = len(states_in(cache)[0]) == 1
     if alike:
-        cache.reorder_cache(torch.zeros(len(ranks), dtype=torch.long))
-    cut = torch.tensor([row for row, rank in enumerate(ranks) if rank], dtype=torch.long)
-    rank = torch.tensor([ranks[row] for row in cut], dtype=torch.long)[:, None]     # [R, 1]
-    wiped = [row for row, rank in enumerate(ranks) if rank == 0]
-    draws = torch.Generator().manual_seed(seed)                     # one stream for all layers
-    for layer, i in enumerate(layers):
-        states = cache.layers[i].recurrent_states[0].mT             # a view, [rows, H, V, K]
-        chosen = torch.arange(states.shape[1]) if heads is None else heads[layer].nonzero()[:, 0]
-        source = states[:1, chosen] if alike else states[cut[:, None], chosen]
-        states[cut[:, None], chosen] = truncate(source, rank, keep, draws)          # [R, h, V, K]
-        for row in wiped:
-            states[row, chosen] = 0.0
+        cache.reorder_cache(torch.zeros(1 + len(ranks), dtype=torch.long))
+    states = states_in(cache)                                       # [1 + R, H, V, K] each
+    rank = torch.tensor(ranks)[:, None]                             # [R, 1]
+    draws = torch.Generator().manual_seed(seed)
+    if cut.keep == "read":
+        gram = gram + query_gram(calls, len(states))
+    calls.clear()
+    for layer, rows in enumerate(states):
+        place = torch.arange(min(rows.shape[-2:])).expand(rows.shape[1], -1)        # [H, M]
+        if cut.keep == "bottom":
+            place = place.flip(-1)
+        if cut.keep == "random":
+            place = torch.rand(place.shape, generator=draws).argsort(-1)
+        heads = cut.heads[layer].nonzero()[:, 0]
+        metric = read_metric(gram[layer, heads]) if cut.keep == "read" else None
+        before = rows[:1, heads] if alike else rows[1:, heads]      # [1 or R, heads, V, K]
+        rows[1:, heads] = truncate(before, rank, place[heads], metric, cut.store)
+    return gram
 
 
 @contextlib.contextmanager
 def recorded_rule(model):
     """Record the calls of the gated delta rule: a list of (rule, q, k, v, arguments by name).
 
-    It grows by one entry for each GDN layer and call of the model, in the order of the layers. q
-    and k [B, n, G, K] arrive before the normalisation, v is [B, n, H, V], and among the others are
-    g, which is log a, and beta, which is b, both [B, n, H]. A layer takes its decay in float32, but
-    from weights in the model's dtype: load the model in float32 for gates that are exact.
-
-    Every family calls two functions of its own module, one for many tokens and one for a single
-    one; recording there needs none of the layers' differing names, and works with fast kernels too.
+    It grows by one entry for each GDN layer and call of the model, in the order of the layers, with
+    row 0 of the inputs: q and k [1, n, G, K] before the normalisation, v [1, n, H, V], and among
+    the others g, which is log a, and beta, which is b, both [1, n, H]. Every family calls two
+    functions of its own module, one for many tokens and one for a single one: they are recorded.
     """
     layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
     module = sys.modules[type(layer).__module__]
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-    rules = [getattr(module, name) for name in names]
+    rules = {name: getattr(module, name) for name in names}
     calls = []
-    for name, rule in zip(names, rules):
-        setattr(module, name, functools.partial(record_call, calls, rule))
+
+    def recording(rule):
+        def recorded(q, k, v, g, beta, **others):
+            row = [x[:1].clone() for x in (q, k, v, g, beta)]
+            calls.append((rule, *row[:3], {**others, "g": row[3], "beta": row[4]}))
+            return rule(q, k, v, g=g, beta=beta, **others)
+        return recorded
+
+    for name in names:
+        setattr(module, name, recording(rules[name]))
     try:
         yield calls
     finally:
-        for name, rule in zip(names, rules):
-            setattr(module, name, rule)
-
-
-def record_call(calls, rule, q, k, v, **others):
-    calls.append((rule, q, k, v, others))
-    return rule(q, k, v, **others)
+        for name in names:
+            setattr(module, name, rules[name])
 
 
 @torch.inference_mode()
-def effective_queries(rule, q, k, v, others):
-    """What a segment asks of the state S carried into it: q~_t [B, n, H, K]; it reads S q~_t.
+def effective_queries(calls):
+    """What a segment asks of the state S carried into it: q~_t [n, H, K]; it reads S q~_t.
 
-    q~_t = P_t q_t, where P_t is the product of the factors a (I - b k k^T) up to token t: the query
-    as the decays and overwritings in between leave it. With values 0 and the identity for a state
-    the gated delta rule returns just that; the arguments are those of a recorded call.
+    calls: those of one layer in the segment, as recorded, in their order; n counts all of them.
+
+    q~_t = P_t q_t, where P_t is the product of the factors a (I - b k k^T) up to token t: what the
+    gated delta rule returns with values 0 and the identity for a state.
     """
-    B, n, H = v.shape[:3]
-    K = k.shape[-1]
-    identity = torch.eye(K, dtype=torch.float32, device=q.device).repeat(B, H, 1, 1)
-    nothing = v.new_zeros(B, n, H, K)
-    others = {**others, "initial_state": identity, "output_final_state": False}
-    return rule(q, k, nothing, **others)[0]
+    rule, _, _, _, others = calls[0]
+    q, k, v = (torch.cat([call[i] for call in calls], dim=1) for i in (1, 2, 3))
+    H, K = v.shape[2], k.shape[-1]
+    gates = {name: torch.cat([call[4][name] for call in calls], dim=1) for name in ("g", "beta")}
+    identity = torch.eye(K, device=q.device).repeat(1, H, 1, 1)     # [1, H, K, V = K]
+    nothing = v.new_zeros(*v.shape[:3], K)
+    others = {**others, **gates, "initial_state": identity, "output_final_state": False}
+    return rule(q, k, nothing, **others)[0][0]
+
+
+def query_gram(calls, layers):
+    """sum_t q~_t q~_t^T of every head over the calls of a segment, [L, H, K, K], in float64."""
+    grams = []
+    for layer in range(layers):
+        queries = effective_queries(calls[layer::layers]).double().cpu()            # [n, H, K]
+        grams.append(torch.einsum("nhk,nhj->hkj", queries, queries))
+    return torch.stack(grams)
 
 
 @torch.inference_mode()
 def token_losses(model, hidden, targets):
-    """Loss, KL and agreement of every row and token, each [B, n] in float32 on the CPU.
+    """Loss, KL and agreement of every row and token, [3, B, n], in float64 on the CPU.
 
     hidden: states [B, n, D] before the head; the untouched model is row 0. targets [n]: the tokens
         that follow.
 
-    Returns the next-token cross-entropy in nats; KL(p_0 || p_row) in nats, over the vocabulary; and
-    whether a row's most likely token is that of row 0 (1 or 0). The probabilities [n, W] of row 0
-    and those of one more row are all that is ever held, and each row goes through the head once.
+    The next-token cross-entropy in nats; KL(p_0 || p_row) in nats, over the vocabulary; and whether
+    a row's most likely token is that of row 0 (1 or 0). Only the logits [n, W] of row 0 and of one
+    more row are ever held; each row goes through the head once.
     """
     head = model.get_output_embeddings()
-    losses, divergences, agreements = [], [], []
-    for row in hidden:
-        log_p = head(row).float().log_softmax(-1)                   # [n, W]
-        likeliest = log_p.argmax(-1)                                # [n]
-        if not losses:
-            full = log_p.exp()                                      # row 0, the untouched model
-            entropy = -torch.linalg.vecdot(full, log_p)
-            full_likeliest = likeliest
-        losses.append(-log_p.gather(1, targets.to(log_p.device)[:, None])[:, 0])
-        divergences.append(-entropy - torch.linalg.vecdot(full, log_p))
-        agreements.append((likeliest == full_likeliest).float())
-        del log_p                                                   # before there is another
-    return tuple(torch.stack(rows).cpu() for rows in (losses, divergences, agreements))
+    full = head(hidden[0])                                          # [n, W]
+    targets = targets.to(full.device)
+    few = max(1, 2 ** 20 // full.shape[-1])                         # tokens: 4 MB stay in a cache
+    rows = []
+    for row in range(len(hidden)):
+        logits = full if row == 0 else head(hidden[row])            # [n, W]
+        parts = zip(full.split(few), logits.split(few), targets.split(few))
+        rows.append(torch.cat([compared(*part) for part in parts], dim=-1))
+        del logits                                                  # before there is another
+    return torch.stack(rows, dim=1).cpu()
+
+
+def compared(full, logits, targets):
+    """The same of a few tokens, [3, n], from the logits [n, W] of row 0 and of another row.
+
+    With d = logits - full, centred so that its mean under p_0 is 0, the KL is
+    log(1 + sum p_0 (exp(d) - 1 - d)): no difference of large sums, so exact where it is small.
+    """
+    full, logits = full.float(), logits.float()
+    p = full.softmax(-1)                                            # [n, W]
+    d = logits - full                                               # [n, W]
+    d = (d - torch.linalg.vecdot(p, d)[:, None]).double()
+    kl = torch.linalg.vecdot(p.double(), d.expm1() - d).clamp_min(0).log1p()
+    loss = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
+    agree = logits.argmax(-1) == full.argmax(-1)
+    return torch.stack([loss.double(), kl, agree.double()])
 
 
 # From here on it is plumbing, and you may stop reading: threads, models, documents, files, flags.
 
-# ---- where eigenproblems run --------------------------------------------------------------------
 # LAPACK on several threads gains nothing on matrices this small, and loses everything when the
-# machine is busy (OpenBLAS issue 5517): so one thread for each part of a batch, and in it the whole
-# of the part's work. On a GPU, cuSOLVER's batched routine has returned wrong vectors without a word
-# (pytorch issue 192483) and failed to converge (94772): so its results are checked.
-
-def splits(states):
-    """Whether a batch is worth several threads; inside one of them torch counts a single one."""
-    batch = states.ndim > 2 and len(states) > 1
-    return batch and states.device.type == "cpu" and torch.get_num_threads() > 1
-
-
-def on_every_core(work, *batches):
-    """[work(*parts), ...] for parts of the batches along their first dimension, a thread each."""
-    threads = torch.get_num_threads()
-    count = min(len(batches[0]), 8 * threads)                       # small parts even out
-    parts = [batch.tensor_split(count) for batch in batches]
-    torch.set_num_threads(1)                                        # also in threads begun now
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(work, *parts))
-    finally:
-        torch.set_num_threads(threads)
-
+# machine is busy (OpenBLAS issue 5517): so a thread for each part of a batch. On a GPU, cuSOLVER's
+# batched routine has returned wrong vectors without a word (pytorch issue 192483) and failed to
+# converge (94772): so its results are checked.
 
 def eigh(gram):
     """Eigenvalues [..., K], ascending, and eigenvectors of symmetric matrices [..., K, K]."""
-    if gram.device.type == "cpu":
-        return torch.linalg.eigh(gram)
-    return checked_eigh(gram, torch.linalg.eigh)
+    solve = eigh_on_cpu if gram.device.type == "cpu" else checked_eigh
+    values, vectors = solve(gram.reshape(-1, *gram.shape[-2:]))
+    return values.view(gram.shape[:-1]), vectors.view(gram.shape)
 
 
-def checked_eigh(gram, solve):
+def eigh_on_cpu(gram):
+    """Of a batch [N, K, K] in memory: parts of it side by side, a thread each."""
+    threads = torch.get_num_threads()
+    parts = gram.tensor_split(max(1, min(len(gram), 8 * threads)))  # small parts even out
+    torch.set_num_threads(1)                                        # also in threads begun now
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            values, vectors = zip(*pool.map(torch.linalg.eigh, parts))
+    finally:
+        torch.set_num_threads(threads)
+    return torch.cat(values), torch.cat(vectors)
+
+
+def checked_eigh(gram, solve=torch.linalg.eigh):
     """solve(gram), where V^T V = 1 and G V = V Lambda hold; the rest is solved on the CPU."""
     size = gram.abs().amax((-2, -1)) + torch.finfo(gram.dtype).tiny
     try:
@@ -382,78 +457,69 @@ def checked_eigh(gram, solve):
         error = torch.full_like(size, torch.inf)
     wrong = ~(error < 1e-9)                                         # NaN is wrong, too
     if wrong.any():
-        say_once(f"the eigensolver of {gram.device} failed on {int(wrong.sum())} of "
-                 f"{wrong.numel()} matrices: these, and later ones, are solved on the CPU")
-        solved = zip(*on_every_core(torch.linalg.eigh, gram[wrong].cpu()))
-        values[wrong], vectors[wrong] = (torch.cat(parts).to(gram) for parts in solved)
+        warnings.warn(f"the eigensolver of {gram.device} failed on some matrices: these, and such "
+                      "as come later, are solved on the CPU")       # which is shown once
+        for result, again in zip((values, vectors), eigh_on_cpu(gram[wrong].cpu())):
+            result[wrong] = again.to(gram)
     return values, vectors
-
-
-@contextlib.contextmanager
-def stopwatch(seconds, name):
-    """Add the seconds that the block takes, on the GPUs too, to seconds[name]."""
-    synchronize()
-    start = time.perf_counter()
-    yield
-    synchronize()
-    seconds[name] += time.perf_counter() - start
-
-
-def synchronize():
-    for i in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(i)
 
 
 # ---- models -------------------------------------------------------------------------------------
 
-HERE = Path(__file__).resolve().parent
-# In tiny/recurrent the attention layer comes first, where it sees bare tokens and can't retrieve.
 BUNDLED = ("tiny/hybrid", "tiny/recurrent")
 
 
-def say_once(text, said=set()):
-    if text not in said:
-        said.add(text)
-        print(text, file=sys.stderr)
+@dataclass
+class Run:
+    """One model, all that is to be known of it, and the clock of what is being measured."""
+    model: str              # the hub id, tiny/..., or the folder's path
+    folder: Path            # where its files are
+    output: Path            # where its results go: results/<last part of the name>
+    config: object          # the configuration of its text model, of transformers
+    tokenizer: object
+    device: str             # as typed: transformers' device_map
+    dtype: torch.dtype
+    layers: list            # the indices of its GDN layers
+    state: list             # the shape of a state, [V, K]
+    environment: dict       # versions, device, dtype, and what tells this model from others
+    net: object = None      # the model itself, once load_model has been called
+    bar: tqdm = field(default_factory=lambda: tqdm(disable=True))
+    began: float = 0.0      # when the item that is being measured was begun
+    cutting: float = 0.0    # seconds of it spent at boundaries
+
+
+@contextlib.contextmanager
+def at_boundary(run):
+    """Count the block's seconds as spent at boundaries; `segments` has waited for a GPU before."""
+    start = time.perf_counter()
+    yield
+    run.cutting += time.perf_counter() - start
 
 
 def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def from_library(what, load, *args, **kwargs):
-    """load(...), with a library's failure told in one sentence."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        return load(*args, **kwargs)
-    except Exception as error:           # OSError, ValueError, KeyError, ... for what a user typed
-        raise Error(f"cannot load the {what} (transformers {transformers.__version__}): "
-                    f"{first_line(error)}") from None
-
-
-def from_hub(what, get, complete):
-    """get(), from the hub's cache where it is complete there; else from the hub, which is said.
-
-    Other programs leave folders in the cache that hold only some of a model's files.
-    """
-    with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError, ValueError):
-        path = Path(get(local_files_only=True))
-        if complete(path):
+def from_hub(get, *names, **options):
+    """get(*names) of huggingface_hub: from its cache where that is complete, else from the hub."""
+    with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
+        path = Path(get(*names, local_files_only=True, **options))
+        # Other programs leave folders in the cache that hold only some of a model's files.
+        needed = [path / "tokenizer_config.json", *weight_files(path)] if path.is_dir() else [path]
+        if all(file.exists() for file in needed):
             return path
-    print(f"asking the Hugging Face hub for the {what}", file=sys.stderr)
-    return Path(from_library(f"{what} from the Hugging Face hub, and it is not in the cache", get))
+    print(f"asking the Hugging Face hub for {' '.join(names)}, which is not in the cache",
+          file=sys.stderr)
+    return Path(get(*names, **options))
 
 
-def has_tokenizer(folder):
-    return (folder / "config.json").exists() and (folder / "tokenizer_config.json").exists()
-
-
-def has_weights(folder):
-    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
-    if index.exists():
-        names = json.loads(index.read_text())["weight_map"].values()
-    return all((folder / name).exists() for name in names)
+def weight_files(folder):
+    """The files that transformers reads a folder's weights from."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists() or not index.exists():
+        return [folder / "model.safetensors"]
+    names = json.loads(index.read_text())["weight_map"].values()
+    return [folder / name for name in sorted(set(names))]
 
 
 def find_model(model):
@@ -461,120 +527,143 @@ def find_model(model):
 
     The name is the id or the folder's path; of a snapshot folder in the hub's cache, the id.
     """
-    path = HERE / model if model in BUNDLED else Path(os.path.abspath(os.path.expanduser(model)))
-    if not os.path.isdir(path):
+    if model in BUNDLED:
+        return model, Path(__file__).resolve().parent / model
+    folder = Path(os.path.abspath(os.path.expanduser(model)))
+    if not os.path.isdir(folder):
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
             raise Error(f"--model {model!r} is no folder, and a hub id looks like name/model")
         return model, None
-    if path.parent.name == "snapshots":
-        return path.parent.parent.name.removeprefix("models--").replace("--", "/"), path
-    return (model if model in BUNDLED else str(path)), path
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/"), folder
+    return str(folder), folder
 
 
-def open_model(model, device="auto", dtype="auto"):
-    """All of a model but its weights: configuration, tokenizer, what it will run on.
-
-    dtype "auto" is the checkpoint's own; device "map" spreads the layers over all devices. Raises
-    Error for what is no GDN model, is incomplete, or cannot run here.
-    """
-    environment = {"torch": torch.__version__, "transformers": transformers.__version__,
-                   "device": device_name(device)}
+def open_model(model, device="auto", dtype="auto", results="results"):
+    """A Run, without the weights. Raises Error for what is no GDN model, is incomplete, cannot run
+    here, or is not the model whose results are there."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device_found = device_name(device)
     name, folder = find_model(model)
-    here = folder
-    if folder is None:
-        files = ["*.json", "*.txt", "*.model", "*.jinja"]
-        here = from_hub(f"configuration of {model}, which is no folder here,", functools.partial(
-            huggingface_hub.snapshot_download, model, allow_patterns=files), has_tokenizer)
-    config = from_library(f"configuration of {model}", AutoConfig.from_pretrained, here)
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or []
-    if "linear_attention" not in kinds or not hasattr(text, "linear_key_head_dim"):
-        raise Error(f"--model {model!r} ({text.model_type}) has no Gated DeltaNet layers; qwen3_5, "
-                    "qwen3_5_moe, qwen3_next and olmo_hybrid models have")
+    here = folder or from_hub(huggingface_hub.hf_hub_download, model, "config.json").parent
+    try:
+        whole = AutoConfig.from_pretrained(here)
+        config = whole.get_text_config(decoder=True)
+    except Exception as error:                  # of many kinds, by what is wrong with the file
+        raise Error(f"--model {model}: cannot read its config.json: {first_line(error)}") from None
+    kinds = getattr(config, "layer_types", None) or []
+    if "linear_attention" not in kinds or not hasattr(config, "linear_key_head_dim"):
+        raise Error(f"--model {model!r} ({config.model_type}) has no Gated DeltaNet layers; "
+                    "qwen3_5, qwen3_5_moe, qwen3_next and olmo_hybrid models have")
     if set(kinds) == {"linear_attention"}:
         raise Error(f"--model {model!r} has GDN layers alone, which transformers "
                     f"{transformers.__version__} cannot run with a cache")
-    tokenizer = from_library(f"tokenizer of {model}", AutoTokenizer.from_pretrained, here)
-    if not tokenizer("a text").input_ids:
+    here = folder or from_hub(huggingface_hub.snapshot_download, model,
+                              allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"])
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(here)
+    except Exception as error:
+        raise Error(f"--model {model}: cannot read its tokenizer: {first_line(error)}") from None
+    if not tokenize(tokenizer, "a text"):
         raise Error(f"--model {model!r} has no tokenizer.json beside its config.json")
-    if folder is None:
-        files += ["*.safetensors"]
-        here = from_hub(f"weights of {model}", functools.partial(
-            huggingface_hub.snapshot_download, model, allow_patterns=files), has_weights)
-    own = text.dtype or config.dtype or torch.float32
+    own = config.dtype or whole.dtype or torch.float32
     dtype = own if dtype == "auto" else getattr(torch, dtype)
-    environment |= {"dtype": str(dtype)[6:], "weights": fingerprint(here)}
-    return SimpleNamespace(
-        model=name, folder=here, config=config, text=text, tokenizer=tokenizer, dtype=dtype,
-        layers=[i for i, kind in enumerate(kinds) if kind == "linear_attention"],
-        heads=text.linear_num_value_heads, device=device, environment=environment,
-        state=[text.linear_value_head_dim, text.linear_key_head_dim])
+    digests = identity(here)
+    output = Path(results) / Path(name).name
+    for path in sorted(output.glob("**/*.json")):
+        made = read_results(path)
+        for part in digests:
+            if made["environment"].get(part) != digests[part]:
+                raise Error(f"{path} comes from {made['model']} with another {part} than {name} has"
+                            f" now: delete the folder {output} to start over, or give another "
+                            "--results")
+    environment = {"torch": torch.__version__, "transformers": transformers.__version__,
+                   "device": device_found, "dtype": str(dtype).removeprefix("torch."), **digests}
+    layers = [i for i, kind in enumerate(kinds) if kind == "linear_attention"]
+    state = [config.linear_value_head_dim, config.linear_key_head_dim]
+    return Run(name, here, output, config, tokenizer, device, dtype, layers, state, environment)
 
 
-def fingerprint(folder):
-    """Eight digits that tell weights apart: a hash of some hundred values of every stored tensor.
+def identity(folder):
+    """What the numbers depend on: eight digits each of the weights, configuration and tokenizer.
 
-    Of what is stored, so that it depends neither on --dtype nor on what fits into memory.
+    Of some hundred values of every stored tensor, and of the other files: so it hangs neither on
+    --dtype nor on what fits into memory nor on how many files the weights are in.
     """
-    digests = []
-    for file in sorted(folder.glob("*.safetensors")):
-        with from_library(f"weights {file}", safetensors.safe_open, file, "pt") as tensors:
+    weights = []
+    for file in weight_files(folder):
+        with safetensors.safe_open(file, "pt") as tensors:
             for name in tensors.keys():
                 values = tensors.get_tensor(name).flatten()
                 some = values[::max(values.numel() // 512, 1)].contiguous().view(torch.uint8)
-                digests.append(name.encode() + hashlib.sha256(some.numpy().tobytes()).digest())
-    if not digests:
-        raise Error(f"{folder} holds no .safetensors weights: save the model with save_pretrained")
-    return hashlib.sha256(b"".join(sorted(digests))).hexdigest()[:8]
+                weights.append(name.encode() + hashlib.sha256(some.numpy().tobytes()).digest())
+    contents = {"weights": sorted(weights)}
+    for part, names in (("config", ("config.json", "generation_config.json")),
+                        ("tokenizer", ("tokenizer.json", "tokenizer_config.json", "vocab.json",
+                                       "merges.txt"))):
+        files = [folder / name for name in names]
+        contents[part] = [file.read_bytes() for file in files if file.exists()]
+    return {part: hashlib.sha256(b"".join(content)).hexdigest()[:8]
+            for part, content in contents.items()}
 
 
 def device_name(device):
     """Check that --device is to be had, and name it, without the number of a GPU."""
-    if device == "map":
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        return " + ".join(["map", *gpus])
-    try:
-        found = torch.zeros(1, device=resolve(device), dtype=torch.float64)
-        found.item()                                                # which "meta" has not
-        found = found.device
-    except (RuntimeError, AssertionError, TypeError) as error:      # Apple's mps has no float64
-        raise Error(f"--device {device!r} is not to be had here: {first_line(error)}") from None
-    return f"cuda ({torch.cuda.get_device_name(found)})" if found.type == "cuda" else found.type
-
-
-def resolve(device):
-    """The torch device where token ids begin their way."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cpu" if device == "map" else device
+        return f"cuda ({' + '.join(gpus)})" if gpus else "cpu"
+    try:
+        found = torch.zeros(1, device=device, dtype=torch.float64)  # Apple's mps has no float64
+        found.item()                                                # "meta" has no values
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise Error(f"--device {device!r} is not to be had here: {first_line(error)}") from None
+    return f"cuda ({gpus[found.device.index]})" if found.is_cuda else found.device.type
 
 
 def load_model(run, **placement):
-    """The weights of an opened model, ready to run; one line says which, and on what.
+    """The weights of an opened model, run.net, ready to run; one line says which, and on what.
 
-    A checkpoint saved with its vision tower loads as its text model. placement: more of what
-    transformers takes, such as max_memory beside device "map".
+    A checkpoint saved with its vision tower loads as its text model. placement: as transformers'.
     """
-    on_gpu = torch.cuda.is_available() if run.device == "map" else "cuda" in resolve(run.device)
-    if not on_gpu:                                                  # where fast kernels fail
+    if not run.environment["device"].startswith("cuda"):            # where fast kernels fail
         for package in ("fla", "causal_conv1d"):
             sys.modules.setdefault(package, None)
-    if run.device == "map":
-        placement["device_map"] = "auto"
-    net, info = from_library(
-        f"weights of {run.model}", AutoModelForCausalLM.from_pretrained, run.folder,
-        config=run.config, dtype=run.dtype, output_loading_info=True, **placement)
-    if info["missing_keys"]:                                        # they would be random, unsaid
-        raise Error(f"{run.model} lacks weights that its config.json asks for: "
-                    f"{sorted(info['missing_keys'])[0]}, ...")
+    try:
+        run.net, info = AutoModelForCausalLM.from_pretrained(
+            run.folder, dtype=run.dtype, device_map=run.device, output_loading_info=True,
+            ignore_mismatched_sizes=True, **placement)
+    except (ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+        if "memory" in str(error):
+            raise
+        raise Error(f"transformers {transformers.__version__} cannot load the weights in "
+                    f"{run.folder}: tensors have other names or shapes, or stand there twice, than "
+                    f"its config.json says ({type(error).__name__})") from None
+    for key, says in (("missing_keys", "lacks weights that its config.json asks for"),
+                      ("mismatched_keys", "has weights of other shapes than its config.json says"),
+                      ("unexpected_keys", "has weights that the model would not read")):
+        names = [key if isinstance(key, str) else " ".join(map(str, key)) for key in info[key]]
+        names = [name for name in names if not re.search(r"(^|\.)(visual|vision_\w+|mtp)\.", name)]
+        if names:                               # they would be random, or silently left out
+            raise Error(f"{run.model} {says}: {sorted(names)[0]} ({len(names)} in all)")
     fast = [package for package in ("fla", "causal_conv1d") if sys.modules.get(package)]
-    print(f"{run.model}: {len(run.layers)} GDN layers x {run.heads} heads, states {run.state[0]} x "
-          f"{run.state[1]}, {run.environment['dtype']} on {run.environment['device']}, "
-          f"{' and '.join(fast) or 'reference'} kernels", file=sys.stderr)
-    return (net if run.device == "map" else net.to(resolve(run.device))).eval()
+    print(f"{run.model}: {len(run.layers)} GDN layers x {run.config.linear_num_value_heads} heads, "
+          f"states {run.state[0]} x {run.state[1]}, {run.environment['dtype']} on "
+          f"{run.environment['device']}, {' and '.join(fast) or 'reference'} kernels",
+          file=sys.stderr)
+    run.net.eval()
 
 
 # ---- documents ----------------------------------------------------------------------------------
+
+def tokenize(tokenizer, content):
+    """The ids of a text, without what a tokenizer appends to it, such as an end-of-text token."""
+    found = tokenizer(content, verbose=False, return_special_tokens_mask=True)
+    last = len(found.input_ids)
+    while last and found.special_tokens_mask[last - 1]:
+        last -= 1
+    return found.input_ids[:last]
+
 
 def documents(source, tokenizer, count, tokens):
     """The first `count` texts with at least `tokens` tokens: [(name, SHA-256, ids [1, tokens])].
@@ -592,6 +681,9 @@ def documents(source, tokenizer, count, tokens):
             found.append((name, sha, torch.tensor([ids[:tokens]])))
         if len(found) == count:
             return found
+    if not seen:
+        raise Error(f"--documents {source} holds no text: it takes .txt, .jsonl or .jsonl.gz files "
+                    "(those of subfolders and hidden ones are not read)")
     raise Error(f"--documents {source} has {len(found)} of {seen} documents with at least {tokens} "
                 f"tokens (the longest has {longest}), and --docs asks for {count}: ask for fewer "
                 "with --docs, or for shorter ones with --tokens")
@@ -605,7 +697,7 @@ def first_tokens(content, tokenizer, count):
     """
     size, before = 8 * count + 1024, None
     while True:
-        ids = tokenizer(content[:size], verbose=False).input_ids
+        ids = tokenize(tokenizer, content[:size])
         if size >= len(content) or (len(ids) > count and ids[:count] == before):
             return ids
         size, before = 2 * size, ids[:count]
@@ -619,15 +711,15 @@ def source_texts(source):
             yield "/".join(file.parts[-2:]), file.read_text(encoding="utf-8", errors="replace")
     elif source == "c4":
         for shard in range(8):
-            file = f"en/c4-validation.{shard:05d}-of-00008.json.gz"
-            get = functools.partial(huggingface_hub.hf_hub_download, "allenai/c4", file,
-                                    repo_type="dataset")
-            yield from jsonl_texts(from_hub(f"file {file} of allenai/c4", get, Path.exists), file)
-    elif os.path.isdir(path) or os.path.isfile(path):
-        for file in [path] if path.is_file() else sorted(path.iterdir()):
+            name = f"en/c4-validation.{shard:05d}-of-00008.json.gz"
+            file = from_hub(huggingface_hub.hf_hub_download, "allenai/c4", name,
+                            repo_type="dataset")
+            yield from jsonl_texts(file, name)
+    elif os.path.exists(path):
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             if re.search(r"\.jsonl?(\.gz)?$", file.name.lower()):
                 yield from jsonl_texts(file, file.name)
-            elif file.is_file() and not file.name.startswith("."):
+            elif not file.is_dir() and not file.name.startswith("."):
                 yield file.name, read_text(file)
     else:
         raise Error(f"--documents is stdlib, c4, or an existing file or folder, not {source!r}")
@@ -636,8 +728,9 @@ def source_texts(source):
 def read_text(path):
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Error(f"cannot read {path} as UTF-8 text: {first_line(error)}") from None
+    except UnicodeDecodeError as error:
+        raise Error(f"cannot read {path} as UTF-8 text ({error}): convert it to .txt, .jsonl or "
+                    ".jsonl.gz") from None
 
 
 def jsonl_texts(path, name):
@@ -647,13 +740,17 @@ def jsonl_texts(path, name):
     try:
         with opened(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
-                    content = json.loads(line)["text"]
-                    yield f"{name}:{number}", content.encode(errors="replace").decode()
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError,
-            RecursionError) as error:
-        raise Error(f'{path}, at line {number}: not JSON lines with a "text" '
-                    f"({type(error).__name__}: {first_line(error)})") from None
+                row = json.loads(line) if line.strip() else {"text": ""}
+                if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+                    has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                    raise ValueError(f"it has {has}"[:200])
+                if row["text"]:
+                    yield f"{name}:{number}", row["text"].encode(errors="replace").decode()
+    except (ValueError, RecursionError) as error:
+        raise Error(f'{path}, at line {max(number, 1)}: not JSON lines with a "text" that is text '
+                    f"({first_line(error)})") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise Error(f"{path} is no whole gzip file: {first_line(error)}") from None
 
 
 def stdlib_files(held_out):
@@ -679,100 +776,96 @@ def stdlib_files(held_out):
 def write_whole(path, write):
     """write(a temporary path), then rename: a killed run leaves the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         temporary.replace(path)
-    except OSError as error:
-        raise Error(f"cannot write {path}: {error.strerror or first_line(error)}") from None
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 def read_results(path):
     """The content of a result file. Raises Error if it is none."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        record["script"], record["items"], record["arguments"], record["environment"]["weights"]
+        record["script"], record["items"], record["arguments"], record["depends"]
+        record["environment"]["weights"]
         return record
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Error(f"{path} is no result file of these scripts ({type(error).__name__}): delete "
                     "it to start over, or give another --results") from None
 
 
-def plan(script, arguments):
-    """An opened model for each name in --model, so that all are checked before the first runs."""
-    runs = []
-    for model in arguments["model"]:
-        run = open_model(model, arguments["device"], arguments["dtype"])
-        run.script, run.output = script, Path(arguments["results"]) / Path(run.model).name
-        if run.output in [other.output for other in runs]:
-            raise Error(f"--model names two models whose results would both go to {run.output}: "
-                        "run one of them with another --results")
-        for path in sorted(run.output.glob("**/*.json")):
-            made = read_results(path)
-            if made["environment"]["weights"] != run.environment["weights"]:
-                raise Error(f"{path} comes from other weights, of {made['model']}: delete the "
-                            f"folder {run.output} to start over, or give another --results")
-        try:
-            run.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Error(f"--results: {run.output} cannot be a folder here "
-                        f"({error.strerror})") from None
-        runs.append(run)
-    return runs
+def open_results(run, stem, arguments, depends, texts=(), cut=None, **more):
+    """The path and the record of a result file: one to go on from, or a new one without items.
 
-
-def warn_of_length(run, tokens):
-    limit = getattr(run.text, "max_position_embeddings", None)
-    if limit and tokens > limit:
-        say_once(f"warning: {run.model} is made for at most {limit} tokens "
-                 f"(max_position_embeddings) and will read {tokens}")
-
-
-def result_path(run, stem, arguments):
-    """results/<model>/<stem>.json; what is not the default is named: <stem>.keep=random.json."""
-    for key, default in {"heads": "all", "keep": "top", "segment": 256, "data": None}.items():
-        if stem != "02_decay" and arguments.get(key, default) != default:
-            stem += f".{key}={'ruler' if key == 'data' else arguments[key]}"
-    return run.output / f"{stem}.json"
-
-
-# A run may go on with other values of these: what they come to is in the environment and the items.
-FREE = {"model", "docs", "samples", "rows", "results", "device", "dtype", "tasks", "lengths"}
-
-
-def open_results(run, path, arguments, **more):
-    """The record of a result file: what is there to go on from, or a new one without items.
-
-    Raises Error where it was made with other arguments, weights, versions or on another device.
+    The path is results/<model>/<stem>.json, named by what is not the default:
+    <stem>.keep=random.json. depends: all that the numbers depend on, beside the environment, the
+    documents (texts) and the cut. Raises Error where the file was made with something else.
     """
-    record = {"script": run.script, "model": run.model, "layers": run.layers, "state": run.state,
-              "shape": {"layers": run.text.num_hidden_layers, "hidden": run.text.hidden_size,
-                        "heads": run.heads},
-              "arguments": {**arguments, "model": run.model}, "environment": run.environment,
-              **more, "items": []}
+    tokens = depends.get("tokens") or depends["length"]
+    if tokens > run.config.max_position_embeddings:
+        print(f"warning: {run.model} is made for at most {run.config.max_position_embeddings} "
+              f"tokens (max_position_embeddings) and will read {tokens}", file=sys.stderr)
+    script = stem.partition("/")[0]
+    defaults = {"heads": "all", "keep": "top", "store": "float32", "segment": 256, "data": None}
+    for key, default in defaults.items():
+        if script != "02_decay" and arguments.get(key, default) != default:
+            stem += f".{key}={'ruler' if key == 'data' else arguments[key]}"
+    path = run.output / f"{stem}.json"
+    depends = {**run.environment, **depends}
+    if cut:
+        depends |= {"keep": cut.keep, "store": cut.store, "heads": cut.heads.nonzero().tolist()}
+        more["heads_cut"] = [int(cut.heads.sum()), cut.heads.numel()]
+        more["bytes"] = {rank: bytes_stored(*run.state, rank, cut.store)
+                         for rank in depends["ranks"]}
+    shape = {"layers": run.config.num_hidden_layers, "hidden": run.config.hidden_size,
+             "heads": run.config.linear_num_value_heads}
+    record = {"script": script, "model": run.model, "layers": run.layers, "state": run.state,
+              "shape": shape, "arguments": {**arguments, "model": run.model},
+              "environment": run.environment, "depends": depends, **more, "items": []}
     record = json.loads(json.dumps(record))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()                 # known now, not in hours
     if not path.exists():
-        return record
+        return path, record
     made = read_results(path)
-    now = {key: value for key, value in record["arguments"].items() if key not in FREE}
-    now |= {**record["environment"], **{key: record[key] for key in more}}
-    before = {**made, **made["arguments"], **made["environment"]}
-    for key in now:
-        if before.get(key) != now[key]:
-            raise Error(f"{path} was made with {key} {before.get(key)}, not {now[key]}: run it "
-                        "with the same to go on; delete it, or give another --results, to start "
-                        "over")
-    return {**record, "items": made["items"]}
+    again = "to go on; delete it, or give another --results, to start over"
+    for key, now in record["depends"].items():
+        before = made["depends"].get(key)
+        if before != now and key == "heads":
+            raise Error(f"{path} was made with other heads ({len(before)}) than 02_decay.json now "
+                        f"chooses ({len(now)}): run it with the same horizons {again}")
+        if before != now:
+            raise Error(f"{path} was made with {key} {before}, not {now}: run it with the same "
+                        f"{again}")
+    for item, (name, sha, _) in zip(made["items"], texts):
+        if item["sha256"] != sha:
+            raise Error(f"{path} holds another document than {name}: run it with the same "
+                        f"--documents {again}")
+    return path, {**record, "items": made["items"]}
 
 
-def add_item(path, record, item):
-    """Append what was measured on one document or sample, and write the file whole.
+def start(run, path, left, tokens):
+    """Where items are left to measure, load the model, and begin the bar and the first's time."""
+    if not left:
+        print(f"{path} is complete", file=sys.stderr)
+        return
+    if run.net is None:
+        load_model(run)
+    print(f"{path}: {left} to measure", file=sys.stderr)
+    run.bar = tqdm(total=tokens, unit="token", unit_scale=True)
+    run.began, run.cutting = time.perf_counter(), 0.0
+
+
+def add_item(run, path, record, item):
+    """Append what was measured on one document or sample, with its time, and write the file whole.
 
     Raises Error for NaN, and where another run has changed the file in the meantime.
     """
+    now = time.perf_counter()
+    item["seconds"] = {"total": now - run.began, "truncate": run.cutting}
+    run.began, run.cutting = now, 0.0
     there = read_results(path)["items"] if path.exists() else []
     if there != record["items"]:
         raise Error(f"{path} was changed by another run: this one stops, and leaves it as it is")
@@ -780,56 +873,21 @@ def add_item(path, record, item):
         record["items"].append(json.loads(json.dumps(item, allow_nan=False)))
     except ValueError:
         raise Error(f"a result for {path} is NaN or infinite, so it was not written: the model has "
-                    "overflowed (try --dtype float32)") from None
+                    "overflowed (if it ran in half precision, try --dtype float32)") from None
     content = json.dumps(record) + "\n"
     write_whole(path, lambda temporary: temporary.write_text(content, encoding="utf-8"))
-
-
-def open_documents(run, arguments, **more):
-    """Give a run of stages 01 to 03 its documents, its result file, and what is left to do."""
-    warn_of_length(run, arguments["tokens"])
-    run.documents = documents(arguments["documents"], run.tokenizer, arguments["docs"],
-                              arguments["tokens"])
-    run.path = result_path(run, run.script, arguments)
-    run.record = open_results(run, run.path, arguments, **more)
-    for item, (name, sha, _) in zip(run.record["items"], run.documents):
-        if item["sha256"] != sha:
-            raise Error(f"{run.path} holds another document than {name}: run it with the same "
-                        "--documents to go on; delete it, or give another --results, to start over")
-    run.left = run.documents[len(run.record["items"]):]
-
-
-def unmeasured(run, passes=1):
-    """Loads the model, and yields (net, ids [1, T], item, bar) for each document without a result.
-
-    The caller measures into the item, a dict, and counts tokens on the bar, in so many passes over
-    a document; when it comes back the item is written. The next run goes on after what is there.
-    """
-    if not run.left:
-        print(f"{run.path} is complete", file=sys.stderr)
-        return
-    net = load_model(run)
-    tokens = run.left[0][2].numel()
-    print(f"{run.script}: {len(run.left)} of {len(run.documents)} documents of {tokens} tokens: "
-          f"{', '.join(name for name, *_ in run.left[:3])}, ...", file=sys.stderr)
-    with tqdm(total=len(run.left) * tokens * passes, desc=run.script, unit="token",
-              unit_scale=True) as bar:
-        for name, sha, ids in run.left:
-            item = {"name": name, "sha256": sha, "seconds": {"total": 0.0, "truncate": 0.0}}
-            with stopwatch(item["seconds"], "total"):
-                yield net, ids.to(resolve(run.device)), item, bar
-            add_item(run.path, run.record, item)
 
 
 def chosen_heads(run, heads):
     """The mask [L, H] of the heads that --heads names, by the horizons in 02_decay.json."""
     if heads == "all":
-        return torch.ones(len(run.layers), run.heads, dtype=torch.bool)
+        return torch.ones(len(run.layers), run.config.linear_num_value_heads, dtype=torch.bool)
     path = run.output / "02_decay.json"
-    if not path.exists():
-        raise Error(f"--heads {heads} needs the decay horizons of {run.model}, and there is no "
-                    f"{path}: run 02_decay.py first")
-    log_a = torch.tensor([item["log_a"] for item in read_results(path)["items"]])
+    items = read_results(path)["items"] if path.exists() else []
+    if not items:
+        raise Error(f"--heads {heads} needs the decay horizons of {run.model}, and there are none "
+                    f"in {path}: run 02_decay.py first")
+    log_a = torch.tensor([item["log_a"] for item in items])
     horizon = decay_horizon(log_a.double().mean(0))                 # [L, H]
     side, limit = heads.split("-")
     mask = horizon > int(limit) if side == "over" else horizon <= int(limit)
@@ -839,23 +897,21 @@ def chosen_heads(run, heads):
     return mask
 
 
-def check_ranks(run, ranks, default):
-    """The ranks, largest first; of the default, those beyond a small state's modes are left out."""
+def check_ranks(run, ranks, default, store="float32"):
+    """The ranks, largest first; the default ones as far as the states have so many modes, and all
+    modes where a store rounds them."""
     modes = min(run.state)
-    if max(ranks) > modes and ranks != default:
-        raise Error(f"--ranks {max(ranks)} is beyond the {modes} modes of the states of "
-                    f"{run.model}")
-    return sorted((rank for rank in set(ranks) if rank <= modes), reverse=True)
-
-
-def row_groups(ranks, rows):
-    """Ranks to run side by side, each time beside the untouched model: [[None, 48, 32], ...]."""
-    rows = rows or len(ranks)
-    return [[None, *ranks[i:i + rows]] for i in range(0, len(ranks), rows)]
+    if ranks == default:
+        ranks = [rank for rank in default if rank <= modes]
+        if store != "float32":
+            ranks.append(modes)
+    if max(ranks) > modes:
+        raise Error(f"--ranks {max(ranks)} is beyond the {modes} modes of {run.model}'s states")
+    return sorted(set(ranks), reverse=True)
 
 
 def mean_se(values):
-    """Mean and standard error (ddof=1); the error is None for a single value."""
+    """Mean and standard error (ddof=1), which is None for a single value."""
     x = torch.tensor(values, dtype=torch.float64)
     return x.mean().item(), (x.std() / len(x) ** 0.5).item() if len(x) > 1 else None
 
@@ -874,35 +930,58 @@ def with_error(values):
     return f"{mean:+.{max(digits, 0)}f} ± {error:.{max(digits, 0)}f}"
 
 
-# ---- flags --------------------------------------------------------------------------------------
+# ---- flags: a parameter's annotation is str, a Literal, or one of these functions from what was
+# typed to its value, whose docstring says what it takes ------------------------------------------
 
-def flag(says, pattern, convert=str):
-    """A parameter's annotation: a function from what was typed to a value, or a refusal."""
-    def value(typed):
-        if typed in ("", "True", "False"):                          # what Fire makes of no value
-            raise Error(f"needs a value: {says}")
-        if not re.fullmatch(pattern, typed, re.DOTALL):
-            raise Error(f"takes {says}, not {typed!r}")
-        return convert(typed)
-    value.__qualname__ = says                                       # the type that --help shows
-    return value
+DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def parts(typed):
-    return tuple(dict.fromkeys(part.strip() for part in typed.split(",")))
+def matched(pattern, typed):
+    if not re.fullmatch(pattern, typed, re.DOTALL):
+        raise ValueError
+    return typed
 
 
-TEXT = flag("text", ".+")
-NAMES = flag("names with commas", " *[^, ]+ *(, *[^, ]+ *)*", parts)
-MODELS = flag("models with commas", "[^,]+(,[^,]+)*",
-              lambda typed: BUNDLED if typed == "tiny" else parts(typed))
-NUMBER = flag("a whole number from 1", "0*[1-9][0-9]*", int)
-NUMBER_0 = flag("a whole number from 0", "[0-9]+", int)
-NUMBERS = flag("whole numbers with commas", " *[0-9]+ *(, *[0-9]+ *)*",
-               lambda typed: tuple(map(int, parts(typed))))
-MODES = flag("top, bottom or random", "|".join(KEEP))
-HEADS = flag("all, over-N or upto-N", "all|(over|upto)-[0-9]+")
-DTYPE = flag("a dtype, or auto", "auto|float32|bfloat16|float16")
+def names(typed):
+    """names with commas"""
+    parts = matched(" *[^, ]+ *(, *[^, ]+ *)*", typed).replace(" ", "").split(",")
+    return tuple(dict.fromkeys(parts))
+
+
+def count(typed):
+    """a whole number from 1"""
+    return int(matched("0*[1-9][0-9]*", typed))
+
+
+def count0(typed):
+    """a whole number from 0"""
+    return int(matched("[0-9]+", typed))
+
+
+def counts(typed):
+    """whole numbers with commas"""
+    return tuple(map(count0, names(typed)))
+
+
+def heads(typed):
+    """all, over-N or upto-N"""
+    return matched("all|(over|upto)-[0-9]+", typed)
+
+
+FLAGS = {
+    "model": "a folder, a hub id, tiny/hybrid or tiny/recurrent",
+    "documents": "stdlib, c4, or a .txt, .jsonl, .jsonl.gz or folder of such files",
+    "docs": "how many documents",
+    "tokens": "how many tokens of each document",
+    "segment": "tokens between boundaries; with 1 every token is followed by one",
+    "ranks": "modes to keep, with commas; 0 keeps none",
+    "keep": "which modes: the largest (top), those read most (read), or as controls bottom, random",
+    "heads": "all, or those with a decay horizon over-N or upto-N tokens; 02 must have run",
+    "store": "how the states that cross a boundary are stored",
+    "rows": "at most so many ranks side by side, if memory is short; all of them by default",
+    "device": "auto, cpu, cuda, cuda:1, ...: transformers' device_map",
+    "dtype": "the model's: auto (the checkpoint's own), float32, bfloat16 or float16",
+    "results": "the folder of the results"}
 
 
 def command(main):
@@ -912,18 +991,27 @@ def command(main):
     stand-in with main's signature, which takes down what was typed, and main runs when Fire has
     found nothing to complain of.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):           # None: it was closed
         stream.reconfigure(errors="replace")                        # a terminal without a ±
     typed = {}
     stand_in = functools.wraps(main)(lambda **flags: typed.update(flags))
+    own = "" if "Args:" in main.__doc__ else "\n\n    Args:"
+    shared = [f"\n        {name}: {FLAGS[name]}." for name in main.__annotations__ if name in FLAGS]
+    stand_in.__doc__ = main.__doc__.rstrip() + own + "".join(shared)
     fire.parser.DefaultParseValue = str                             # values stay as they were typed
-    fire.Fire(stand_in, ["--", "--help"] if {"-h", "--help"} & set(sys.argv) else sys.argv[1:])
     try:
+        fire.Fire(stand_in, ["--", "--help"] if {"-h", "--help"} & set(sys.argv) else sys.argv[1:])
         main(**{name: converted(main, name, value) for name, value in typed.items()})
+        if sys.stdout:
+            sys.stdout.flush()
     except Error as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped; what was finished is kept, and the same command goes on from there")
+    except (OSError, safetensors.SafetensorError,                   # of files and of the hub
+            huggingface_hub.errors.HFValidationError) as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)                # a pipe may have ended
+        sys.exit(f"error: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:
         if "memory" not in f"{type(error).__name__} {error}".lower():
             raise
@@ -932,7 +1020,13 @@ def command(main):
 
 
 def converted(main, name, typed):
+    """What was typed as its flag's value."""
+    convert = main.__annotations__[name]
+    choices = get_args(convert)                                     # of a Literal
+    takes = ", ".join(choices) or ("text" if convert is str else convert.__doc__)
+    if typed in ("", "True", "False"):                              # what Fire makes of no value
+        raise Error(f"--{name} needs a value: {takes}")
     try:
-        return main.__annotations__[name](typed)
-    except Error as error:
-        raise Error(f"--{name} {error}") from None
+        return choices[choices.index(typed)] if choices else convert(typed)
+    except ValueError:
+        raise Error(f"--{name} takes {takes}, not {typed!r}") from None

@@ -39,8 +39,6 @@ SHORTEST = {"niah_multikey_2": 128, "niah_single_1": 128, "niah_multikey_1": 256
             "niah_multivalue": 256, "niah_multiquery": 256, "vt": 128, "cwe": 128, "fwe": 192}
 ANY_ORDER = ("niah_multivalue", "cwe", "fwe")   # whose references are right in any order
 WEIGHTS = {"context": 0.1, "question": 0.5, "answer": 1.0}      # of the mean losses; text has 1
-NAME = gdn.flag("hybrid or recurrent", "hybrid|recurrent")
-MINUTES = gdn.flag("a number of minutes", r"[0-9]+(\.[0-9]+)?", float)
 
 
 def first_size(task, length, rng):
@@ -217,8 +215,18 @@ def write(out, parts, tokenizer, state):
     tokenizer.save_pretrained(out)
 
 
-def train(*, name: NAME = "recurrent", steps: gdn.NUMBER = None, out: gdn.TEXT = None,
-          minutes: MINUTES = math.inf):
+def bundled(typed):
+    """hybrid or recurrent"""
+    return gdn.matched("hybrid|recurrent", typed)
+
+
+def minutes(typed):
+    """a number of minutes"""
+    return float(gdn.matched(r"[0-9]+(\.[0-9]+)?", typed))
+
+
+def train(*, name: bundled = "recurrent", steps: gdn.count = None, out: str = None,
+          minutes: minutes = math.inf):
     """Train a bundled model; write its checkpoint, its tokenizer and a log, train.jsonl.
 
     Args:
