@@ -289,7 +289,9 @@ def test_training_lowers_the_loss_and_writes_a_checkpoint_like_the_bundled_one(t
     for name, weights in load_file(out / "model.safetensors").items():
         assert weights.dtype == bundled[name].dtype
     trained = torch.load(out / "checkpoint.pt", weights_only=True)["model"]
-    net = gdn.load_model(gdn.open_model(str(out), "cpu"))
+    run = gdn.open_model(str(out), "cpu")
+    gdn.load_model(run)
+    net = run.net
     for name, weights in net.state_dict().items():
         torch.testing.assert_close(weights, trained[name], rtol=2 ** -8, atol=0)
 
