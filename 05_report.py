@@ -357,7 +357,7 @@ are kept (lines), mean ± standard error over documents. Stars: the whole state,
                 error_bars(ax, x, [values(record, "kl", rank) for rank in ranks], looks, label)
                 label = None
     ax.set_xscale("log", base=4)
-    ax.set_xticks(ticks, ["0", *(f"{tick:,.0f}" for tick in ticks[1:])])
+    ax.set_xticks(ticks, ["0", *(f"{tick:,.0f}" for tick in ticks[1:])], fontsize=8)
     ax.set(xlabel="bytes carried per head", xlim=(ticks[0] / 1.5, ticks[-1] * 1.5),
            yscale="log", ylabel="KL from the untouched model, nats")
 
