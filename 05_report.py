@@ -683,15 +683,13 @@ def finding(records):
         words.append(f"{long_heads(records)} heads have a horizon over 4,096 tokens, "
                      f"{short_heads(records)} one of at most 256")
     runs = [record for record in find(records, "04_ruler") if not variant(record)]
-    moved, known = [], 0
+    moved = []
     for record in runs:
         rank = near_12(record)
         mean, error = gdn.mean_se(changes(record, "scores", rank))
-        if error:
-            known += 1
-            if abs(mean) > 2 * error:
-                moved.append(f"{setting(record)} by {mean:+.0f} points")
-        elif mean:
+        if error and abs(mean) > 2 * error:
+            moved.append(f"{setting(record)} by {mean:+.0f} points")
+        if mean and not error:
             moved.append(f"{setting(record)} by {mean:+.0f} points in all of its "
                          f"{len(record['items'])}")
     if runs:
@@ -770,7 +768,7 @@ def main(*, model: str = None, results: str = "results"):
             ("Tasks", task_table(models), figures[tasks_panel], figures[lengths_panel]),
             ("Heads", head_table(models), figures[horizon_panel], figures[along_panel],
              figures[readout_panel], figures[spectra_panel])):
-        page += [f"\n## {title}\n", *(part or "" for part in parts)]
+        page += [f"\n## {title}\n", *parts]
     page.append("\n## Runs\n")
     for name, records in models.items():
         made = records[0]

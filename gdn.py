@@ -254,7 +254,7 @@ def segments(model, ids, segment, cache, position=0, end=None):
     start, rows = position, len(ids)
     while start < last:
         stop = min(last, (start // segment + 1) * segment)
-        part = ids[:, start - position:stop - position].expand(rows, -1)
+        part = ids[:, start - position:stop - position].expand(rows, -1).to(model.device)
         hidden = model.base_model(part, cache=cache, use_cache=True).last_hidden_state
         if cache.get_seq_length() != stop:
             raise Error(f"transformers {transformers.__version__} does not fill the cache it is "
@@ -642,7 +642,7 @@ def load_model(run, **placement):
     for key, says in (("missing_keys", "lacks weights that its config.json asks for"),
                       ("mismatched_keys", "has weights of other shapes than its config.json says"),
                       ("unexpected_keys", "has weights that the model would not read")):
-        names = [key if isinstance(key, str) else " ".join(map(str, key)) for key in info[key]]
+        names = [name if isinstance(name, str) else " ".join(map(str, name)) for name in info[key]]
         names = [name for name in names if not re.search(r"(^|\.)(visual|vision_\w+|mtp)\.", name)]
         if names:                               # they would be random, or silently left out
             raise Error(f"{run.model} {says}: {sorted(names)[0]} ({len(names)} in all)")

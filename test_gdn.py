@@ -443,7 +443,7 @@ def test_bytes_of_a_head_are_its_numbers_and_two_for_each_scale(rank, store, siz
 def test_bytes_of_a_head_that_is_not_square_are_rounded_up():
     assert gdn.bytes_stored(24, 16, 16, "int5") == 24 * 16 * 5 // 8 + 2 * 16
     assert gdn.bytes_stored(24, 16, 3, "int3") == 45 + 2 * 2 * 3
-    assert gdn.bytes_stored(24, 15, 1, "int6") == 30 + 4                    # 29.25 bytes and 2 scales
+    assert gdn.bytes_stored(24, 15, 1, "int6") == 30 + 4                    # 29.25, and 2 scales
 
 
 # ---- modes by what is read
@@ -592,12 +592,25 @@ def test_a_run_that_goes_on_has_a_boundary_where_a_prompt_ends_on_one_and_keeps_
 
 def test_overflow_and_a_release_that_ignores_the_cache_are_errors_not_results():
     net, ids = random_model(), ids_of(40)
-    forgetful = SimpleNamespace(base_model=lambda ids, cache, use_cache: net.base_model(ids))
+    forgetful = SimpleNamespace(device="cpu",
+                                base_model=lambda ids, cache, use_cache: net.base_model(ids))
     with pytest.raises(gdn.Error, match="install 5.24.0 or later"):
         next(gdn.segments(forgetful, ids, 32, new_cache(net)))
     net.model.layers[1].mlp.up_proj.weight.data[3, 3] = torch.nan
     with pytest.raises(gdn.Error, match="NaN or infinite by token 32"):
         next(gdn.segments(net, ids, 32, new_cache(net)))
+
+
+def test_ids_are_fed_on_the_models_own_device():
+    net, seen = random_model(), []
+
+    def base_model(ids, **others):
+        seen.append(ids.device.type)
+        return net.base_model(ids_of(20), **others)
+
+    elsewhere = SimpleNamespace(device="meta", base_model=base_model)
+    next(gdn.segments(elsewhere, ids_of(20), 32, new_cache(net)))
+    assert seen == ["meta"]
 
 
 def test_states_read_from_the_cache_are_those_of_the_reference_on_the_recorded_inputs(net):
@@ -937,8 +950,9 @@ def test_what_is_no_gdn_model_or_lacks_a_part_is_refused_with_its_reason(tmp_pat
     transformers.LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "llama")
     alone = copied(small, tmp_path / "a")
     edit(alone / "config.json", layer_types=["linear_attention"] * 3)
-    for model, words in ((tmp_path / "llama", "no Gated DeltaNet layers"), (small / "x/y", "hub id"),
-                         (alone, "GDN layers alone"), (tmp_path, "cannot read its config.json")):
+    for model, words in ((tmp_path / "llama", "no Gated DeltaNet layers"),
+                         (small / "x/y", "hub id"), (alone, "GDN layers alone"),
+                         (tmp_path, "cannot read its config.json")):
         with pytest.raises(gdn.Error, match=words):
             gdn.open_model(str(model))
     for device in ("warp", "cuda:99", "meta"):
@@ -1006,7 +1020,7 @@ def test_the_identity_tells_trained_weights_but_hangs_on_neither_dtype_nor_files
 
 @pytest.fixture
 def hub(small, monkeypatch, tmp_path):
-    """A hub's cache with some/one-1.5B, and a hub that has all of it: its folder, what was asked."""
+    """A hub's cache with some/one-1.5B, and a hub with all of it: its folder, what was asked."""
     folder, asked = tmp_path / "cache" / "models--some--one-1.5B", []
     snapshot = folder / "snapshots" / ("0" * 40)
     (folder / "refs").mkdir(parents=True)
@@ -1226,7 +1240,7 @@ def test_the_held_out_files_and_the_training_files_are_disjoint_and_both_plenty(
 
 # ---- result files --------------------------------------------------------------------------------
 
-STAGES = pytest.mark.parametrize("stage", MODULES[:3], ids=SCRIPTS[:3])
+STAGES = pytest.mark.parametrize("stage", MODULES[:4], ids=SCRIPTS[:4])
 
 
 @pytest.fixture
@@ -1259,7 +1273,8 @@ def items_of(path):
 @STAGES
 def test_a_killed_run_goes_on_after_what_is_there_to_the_numbers_of_a_whole_one(
         stage, start, monkeypatch, capsys):
-    whole = start(stage, "whole", docs=5)
+    more = {"samples": 5} if stage is ruler else {"docs": 5}
+    whole = start(stage, "whole", **more)
     measure, calls = stage.measure, []
 
     def killed(*args):
@@ -1274,13 +1289,13 @@ def test_a_killed_run_goes_on_after_what_is_there_to_the_numbers_of_a_whole_one(
     path = start(stage)
     assert items_of(path) == items_of(whole)[:3] and len(calls) == 4
     assert "1 to measure" in capsys.readouterr().err
-    assert items_of(start(stage, docs=5)) == items_of(whole) and len(calls) == 6
+    assert items_of(start(stage, **more)) == items_of(whole) and len(calls) == 6
     one, other = (json.loads(file.read_text()) for file in (path, whole))
     del one["arguments"]["results"], other["arguments"]["results"]
     assert {**one, "items": 0} == {**other, "items": 0} and len(other["items"]) == 5
     monkeypatch.setattr(gdn, "load_model", lambda run: pytest.fail("it was loaded again"))
     before = path.read_bytes()
-    start(stage, docs=5)
+    start(stage, **more)
     assert "is complete" in capsys.readouterr().err
     start(stage)                                                            # fewer is there, too
     assert path.read_bytes() == before
@@ -1401,7 +1416,7 @@ def test_a_results_folder_that_cannot_be_written_is_known_before_the_model_loads
     with pytest.raises(OSError):                                            # command says it
         start(stage, "file/results")
     monkeypatch.setattr(gdn.tempfile, "TemporaryFile", lambda dir: open(dir / "no" / "file"))
-    with pytest.raises(OSError):                                            # as of a folder of others
+    with pytest.raises(OSError):                                            # another's folder
         start(stage, "mine")
 
 
@@ -1687,23 +1702,8 @@ def test_boundaries_in_prompt_and_answer_truncate_as_a_plain_loop_does(net, keep
     assert got[0] != got[1] != got[2]
 
 
-def test_04_goes_on_after_a_stop_to_the_file_of_an_unbroken_run(start, monkeypatch):
-    whole = items_of(start(ruler, "whole", samples=5, tasks=("niah_single_1",)))
-    assert len(whole) == 5
-    measure, calls = ruler.measure, []
-
-    def killed(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return measure(*args)
-
-    monkeypatch.setattr(ruler, "measure", killed)
-    with pytest.raises(KeyboardInterrupt):
-        start(ruler)
-    path = start(ruler)
-    assert items_of(path) == whole[:3] and len(calls) == 4
-    assert items_of(start(ruler, samples=5)) == whole and len(calls) == 6
+def test_04_does_not_go_on_with_another_seed_or_other_ranks(start):
+    start(ruler, samples=1)
     for words, flags in (("seed 0, not 1", {"seed": 1}), ("ranks", {"ranks": (8, 2)})):
         with pytest.raises(gdn.Error, match=words):
             start(ruler, samples=6, **flags)
@@ -1855,7 +1855,8 @@ MISTAKES = {"--modle tiny": "modle", "stray": "stray", "--docs 3 stray": "stray"
             "--model": "--model needs a value", "--nodocs": "--docs needs a value",
             "--ranks=": "--ranks needs a value", "--docs 0": "--docs takes a whole number from 1",
             "--docs -5": "--docs takes", "--docs=2.5": "--docs takes", "--rows 0": "--rows takes",
-            "--ranks 8,x": "--ranks takes whole numbers with commas", "--ranks 1.5": "--ranks takes",
+            "--ranks 8,x": "--ranks takes whole numbers with commas",
+            "--ranks 1.5": "--ranks takes",
             "--keep best": "--keep takes top, bottom, random, read, not 'best'",
             "--heads over": "--heads takes", "--store int1": "--store takes float32, ",
             "--segment 1_0": "--segment takes", "--dtype int8": "--dtype takes"}
@@ -2104,6 +2105,74 @@ def test_the_report_computes_known_answers_from_the_items(tmp_path, undrawn):
                  "2.0, 3.5, 5.0 of 8 | 12 | 3.5 (all of 2) | 6.375 (all of 2) | 0.75 (all of 2) |",
                  "4 s, of these 1 at boundaries"):
         assert line in text, line
+
+
+def drawn(panel, runs):
+    """What a panel draws: the points of its curves with error bars, or else of its lines."""
+    figure, ax = report.plt.subplots()
+    panel(ax, runs)
+    lines = [container.lines[0] for container in ax.containers] or ax.lines
+    report.plt.close(figure)
+    return ax, [[pytest.approx(point) for point in line.get_xydata().tolist()] for line in lines]
+
+
+def test_the_panels_draw_what_the_items_hold(tmp_path):
+    write_model(tmp_path)
+    records, _ = report.read_model(tmp_path / "model")
+    [run], heads = report.first(records, "03_loss"), report.first(records, "01_spectrum")
+    ax, [loss_line] = drawn(report.loss_panel, [run])
+    assert loss_line == [[0, 0], [1, 0.2], [2, 1]]                          # at their ticks
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["48", "12", "0"]
+    _, [kl_line] = drawn(report.kl_panel, [run])
+    assert kl_line == [[0, 0], [1, 0.02], [2, 0.5]]
+    _, [carried] = drawn(report.bytes_panel, [run])
+    assert [point.expected[1] for point in carried] == pytest.approx([0, 0.02, 0.5])
+    assert [point.expected[0] for point in carried][:2] == pytest.approx([512, 768])
+    _, after = drawn(report.after_panel, [run])
+    assert after == [[[0, 0], [1, 0]], [[0, 0], [1, 0.5]], [[0, 0], [1, 2]]]    # ranks 48, 12, 0
+    both = report.first(records, "01_spectrum", "02_decay")
+    ax, horizon = drawn(report.horizon_panel, both)
+    filled = [line for line in horizon if line in ([[5000, 2], [100, 3]], [[256, 4], [1, 5]])]
+    hollow = [line for line in horizon if line in ([[5000, 5], [100, 2.5]], [[256, 9], [1, 9]])]
+    assert len(filled) == len(hollow) == 2
+    assert {line.get_markerfacecolor() for line in ax.lines} >= {"white"}
+    _, readout = drawn(report.readout_panel, heads)
+    assert readout[:2] == [[[0.1, 0.5], [0.2, 0.6]], [[0.3, 0.7], [0.4, 0.8]]]
+    _, along = drawn(report.along_panel, both)
+    assert along == [[[256, 1], [512, 3]], [[256, 3], [512, 5]]]            # long and short heads
+    _, spectra = drawn(report.spectra_panel, heads)
+    assert spectra[0] == [[1, 0.7], [2, 0.3]]
+    ax, lengths = drawn(report.lengths_panel, report.find(records, "04_ruler"))
+    assert lengths[0] == [[0, 50], [1, 50]] and lengths[2] == [[0, 50], [1, 37.5]]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["4,096", "65,536"]
+    _, [tasks_line] = drawn(report.tasks_panel, report.find(records, "04_ruler", length=65536))
+    assert tasks_line == [[0, 0], [1, -12.5], [2, -50]]
+
+
+def test_variants_are_named_side_by_side_and_claims_rest_on_the_default_alone(tmp_path, undrawn):
+    write_model(tmp_path)
+    other = [{**item, "loss": {**item["loss"], "12": 9.0}} for item in loss_items()]
+    write_result(tmp_path, "a/model", "03_loss.heads=over-256.json", "03_loss", other,
+                 {"heads": "over-256"}, after_bins=[0, 256], heads_cut=[1, 4])
+    write_result(tmp_path, "a/model", "04_ruler/vt_65536.data=ruler.json", "04_ruler",
+                 task_items([-50] * 50), {"task": "vt", "length": 65536, "data": "x"})
+    write_result(tmp_path, "a/model", "04_ruler/vt_65536.keep=random.json", "04_ruler",
+                 task_items([9] * 50), {"task": "vt", "length": 65536, "keep": "random"})
+    text = reported(tmp_path)
+    assert "**model**: all heads, top modes; 2 documents" in text
+    assert "**model**: heads over-256 (1 of 4); 2 documents" in text
+    assert "| +0.005 nats | +0.20 ± 0.10 nats |" in text
+    assert "vt at 65,536 tokens (RULER's prompts) | 50 samples |" in text
+    assert "vt at 65,536 tokens (random modes) | 50 samples |" in text
+    claim = next(line for line in text.splitlines() if "variable tracking" in line)
+    assert "rank 12 -12 ± 24" in claim and "rank 12 -50 (all of 50)" in claim and "+9" not in claim
+    models = {"model": report.read_model(tmp_path / "model")[0]}
+    titles = list(report.panels(models, report.tasks_panel, report.find, "04_ruler"))
+    assert {title.removeprefix("model, ") for title in titles} == {
+        "4,096 tokens", "65,536 tokens", "65,536 tokens, RULER's prompts",
+        "65,536 tokens, random modes"}
+    assert list(report.panels(models, report.lengths_panel, report.find, "04_ruler")) == [
+        "model, vt"]
 
 
 def test_a_file_that_cannot_be_read_or_has_not_run_or_ended_is_named_and_the_rest_drawn(tmp_path):
