@@ -509,7 +509,7 @@ def draw(root, models, panel, *select):
         panel(ax, runs)
         ax.set_title(heading(title, runs), parse_math=False, fontsize=10)
         handles, words = ax.get_legend_handles_labels()
-        ax.legend(handles, words, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15),
+        ax.legend(handles, words, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.24),
                   ncol=2 if max(map(len, words)) < 34 else 1)
     if panel in (kl_panel, bytes_panel):
         whole_decades(axes)
