@@ -21,7 +21,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS, LINES = "osD^vPX", ("-", "--", ":", "-.")
 plt.rcParams.update({"font.size": 11, "axes.spines.right": False, "axes.spines.top": False,
                      "axes.grid": True, "grid.alpha": 0.25, "axes.formatter.useoffset": False,
-                     "figure.constrained_layout.use": True, "savefig.dpi": 110})
+                     "figure.constrained_layout.use": True, "savefig.dpi": 110,
+                     "savefig.bbox": "tight"})
 
 
 # ---- reading ------------------------------------------------------------------------------------
