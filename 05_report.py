@@ -27,11 +27,11 @@ plt.rcParams.update({"font.size": 11, "axes.spines.right": False, "axes.spines.t
 
 # ---- reading ------------------------------------------------------------------------------------
 
-DEFAULT = {"heads": "all", "keep": "top", "store": "float32"}
+PLAIN = {"heads": "all", "keep": "top", "store": "float32"}
 
 
 def read_model(folder):
-    """The result files of a model, [record], defaults first, and what is missing or unfinished."""
+    """The result files of a model, [record], defaults first, and what is to be said of them."""
     records, problems = [], []
     for path in sorted(folder.glob("**/*.json")):
         try:
@@ -40,16 +40,19 @@ def read_model(folder):
             problems.append(str(error))
             continue
         record["file"] = path.relative_to(folder).as_posix()
+        if "unfinished" in counted(record):
+            problems.append(f"{folder.name}/{record['file']}: {counted(record)}")
         if record["items"]:
             records.append(record)
-        if len(record["items"]) < asked(record):
-            problems.append(f"{folder.name}/{record['file']} is unfinished: {counted(record)}")
     records.sort(key=lambda run: (run["script"], variant(run), run["arguments"].get("length", 0)))
     for script in ("01_spectrum", "02_decay", "03_loss", "04_ruler"):
         if not find(records, script):
             problems.append(f"{script} has not run on {folder.name}")
-    if len({record["environment"]["weights"] for record in records}) > 1:
-        problems.append(f"not all results of {folder.name} were made with the same weights")
+    for key, made in (("weights", "environment"), ("documents", "arguments")):
+        found = {record[made][key] for record in records if key in record[made]}
+        if len(found) > 1:
+            problems.append(f"{folder.name} has results of different {key}: "
+                            f"{', '.join(sorted(found))}")
     return records, problems
 
 
@@ -69,48 +72,44 @@ def first(records, *scripts):
     return found if len(found) == len(scripts) else []
 
 
+def codings(records):
+    """The runs of all heads at the default boundaries, whatever is kept and however stored."""
+    return find(records, "03_loss", heads="all", segment=256)
+
+
+def by_rank(records):
+    """The runs that are shown by rank: those in float32, and those that are not among codings."""
+    return [record for record in find(records, "03_loss")
+            if record["arguments"]["store"] == "float32" or record not in codings(records)]
+
+
 def variant(record):
-    """In what a run differs from the default: '' or 'heads over-256 (2 of 12), random modes'."""
-    made, words = {**DEFAULT, **record["arguments"]}, []
-    if made["heads"] != "all":
-        cut, every = record["heads_cut"]
-        words.append(f"heads {made['heads']} ({cut} of {every})")
-    if made["keep"] != "top":
-        words.append(f"{made['keep']} modes")
-    if made["store"] != "float32":
-        words.append(f"stored in {made['store']}")
-    if made["segment"] != 256:
-        words.append(f"segment {made['segment']}")
-    if made.get("data"):
-        words.append("RULER's prompts")
+    """In what a run differs from the default: '' or 'heads over-256 (2 of 12), keep random'."""
+    words = []
+    for key, default in {**PLAIN, "segment": 256, "data": None}.items():
+        value = record["arguments"].get(key, default)
+        if value != default:
+            words.append(f"{key} {Path(value).name if key == 'data' else value}")
+            if key == "heads":
+                words[-1] += " ({} of {})".format(*record["heads_cut"])
     return ", ".join(words)
 
 
-def named(record):
-    return variant(record) or "all heads, top modes"
-
-
-def asked(record):
-    """How many documents or samples a run was to have."""
-    return record["arguments"]["samples" if record["script"] == "04_ruler" else "docs"]
-
-
 def counted(record):
-    """What a mean is over: '8 documents of 4,096 tokens from c4', '3 of 25 samples, unfinished'."""
-    made, n = record["arguments"], len(record["items"])
-    words = f"{n} of {asked(record)}" if n < asked(record) else f"{n}"
-    words += " sample" if record["script"] == "04_ruler" else " document"
-    if asked(record) > 1 or n > 1:
-        words += "s"
-    if record["script"] != "04_ruler":
-        words += f" of {made['tokens']:,} tokens from {Path(made['documents']).name}"
-    return f"{words}, unfinished" if n < asked(record) else words
+    """What a mean is over: '8 documents of 4,096 tokens', '3 of 25 samples, unfinished'."""
+    made, n, thing = record["arguments"], len(record["items"]), "document"
+    if record["script"] == "04_ruler":
+        thing = "sample"
+    asked = made[f"{thing}s" if thing == "sample" else "docs"]
+    words = f"{n} of {asked} {thing}s" if n < asked else f"{n} {thing}{'s' * (n != 1)}"
+    if thing == "document":
+        words += f" of {made['tokens']:,} tokens"
+    return f"{words}, unfinished" if n < asked else words
 
 
-def setting(record):
-    """A task and its length, and what is special about the run."""
-    made, other = record["arguments"], variant(record)
-    return f"{made['task']} at {made['length']:,} tokens" + (f" ({other})" if other else "")
+def described(record):
+    plain = "all heads, top modes" if "keep" in record["arguments"] else "all heads"
+    return f"{variant(record) or plain}; {counted(record)}"
 
 
 def values(record, key, rank=None):
@@ -140,18 +139,6 @@ def horizons(record):
     return gdn.decay_horizon(values(record, "log_a").mean(0)).numpy()
 
 
-def codings(records):
-    """The runs of all heads at the default boundaries and on the same documents as the first."""
-    runs = find(records, "03_loss", heads="all", segment=256)
-    return [record for record in runs if counted(record) == counted(runs[0])]
-
-
-def by_rank(records):
-    """The runs that are shown by rank: those in float32, and those that are not among codings."""
-    return [record for record in find(records, "03_loss")
-            if record["arguments"]["store"] == "float32" or record not in codings(records)]
-
-
 # ---- the post's claims --------------------------------------------------------------------------
 #
 # The post names neither its web text nor the length of its documents, only that they go up to 16K
@@ -174,17 +161,18 @@ def differences(records):
     """In what the runs that the claims rest on differ from the post's, stage by stage."""
     words = [] if is_the_posts(records[0]) else ["another model"]
     for script in ("01_spectrum", "02_decay", "03_loss"):
-        for record in find(records, script, **DEFAULT)[:1]:
+        for record in find(records, script, **PLAIN)[:1]:
             made = {**record["arguments"], "docs": len(record["items"])}
             off = [f"--{key} {made[key]}" for key in POST if made[key] != POST[key]]
             words.append(f"{script}: {', '.join(off) or 'same scope'}")
-    runs = find(records, "04_ruler", **DEFAULT)
+    runs = find(records, "04_ruler", **PLAIN)
     if runs:
-        off, lengths = [], sorted({record["arguments"]["length"] for record in runs})
-        if not set(lengths) <= set(LENGTHS):
+        off, fewest = [], min(len(record["items"]) for record in runs)
+        lengths = sorted({record["arguments"]["length"] for record in runs} - set(LENGTHS))
+        if lengths:
             off.append(f"lengths {', '.join(map(str, lengths))}")
-        if min(len(record["items"]) for record in runs) < 50:
-            off.append(f"{min(len(record['items']) for record in runs)} samples")
+        if fewest < 50:
+            off.append(f"samples from {fewest}")
         if not all(record["arguments"]["data"] for record in runs):
             off.append("our wording, not RULER's")
         if any(record["arguments"]["segment"] != 256 for record in runs):
@@ -212,28 +200,28 @@ def rank_of_long_heads(records):
     fewer = heads < values(record, "effective_rank_null").mean((0, 1))
     long, words = horizons(decay) > 4096, "no such head"
     if long.any():
-        words = (f"{heads[long].min():.0f} to {heads[long].max():.0f}; fewer modes than with "
-                 f"random keys in {fewer[long].sum()} of these {long.sum()}")
-    return f"{words}; in {fewer.sum()} of all {fewer.size} heads fewer than with random keys"
+        words = (f"{heads[long].min():.0f} to {heads[long].max():.0f}; below what random keys give "
+                 f"in {fewer[long].sum()} of {long.sum()}")
+    return f"{words}; of all heads, {fewer.sum()} of {fewer.size} are below"
 
 
 def loss_at(records, rank):
-    for record in find(records, "03_loss", **DEFAULT)[:1]:
+    for record in find(records, "03_loss", **PLAIN)[:1]:
         if rank in ranks_of(record):
-            other = f" ({variant(record)})" if variant(record) else ""
-            return f"{gdn.with_error(changes(record, 'loss', rank))} nats{other}"
+            return f"{gdn.with_error(changes(record, 'loss', rank))} nats ({described(record)})"
 
 
 def task_at(records, task, lengths, ranks):
     """A line for each run at the post's lengths; if there is none, for each at others."""
-    runs, lines = find(records, "04_ruler", task=task, **DEFAULT), []
+    runs, lines = find(records, "04_ruler", task=task, **PLAIN), []
     at_the_posts = [record for record in runs if record["arguments"]["length"] in lengths]
     for record in at_the_posts or runs:
         words = [f"full state {values(record, 'scores', 'full').mean():.0f}"]
         for rank in ranks:
             if rank in ranks_of(record):
                 words.append(f"rank {rank} {gdn.with_error(changes(record, 'scores', rank))}")
-        lines.append(f"{setting(record)}, {counted(record)}: {', '.join(words)}")
+        length = f"{record['arguments']['length']:,} tokens"
+        lines.append(f"{length} ({described(record)}): {', '.join(words)}")
     return "\n".join(lines)
 
 
@@ -255,24 +243,21 @@ CLAIMS = [  # the claim, what the post says, a model's cell ("" or None: not run
 
 # ---- figures: a function fills one panel with its runs; its docstring is the caption ------------
 
-def style(i):
-    return {"color": COLOURS[i % 7], "marker": MARKERS[i % 7], "linestyle": LINES[i // 7 % 4]}
-
-
-def layer_styles(layers):
-    """(i, style) of every layer: a few by colour and marker, many along a scale of colours."""
-    few = len(layers) <= len(COLOURS)
+def layer_looks(layers):
+    """The look of every layer's marks: a colour along a scale, and a legend for a few."""
     for i, layer in enumerate(layers):
-        colour = COLOURS[i] if few else plt.cm.viridis(0.92 * i / (len(layers) - 1))
-        shown = few or i in (0, len(layers) - 1)
-        yield i, {"color": colour, "marker": MARKERS[i] if few else "o", "linestyle": "",
-                  "label": f"layer {layer}" if shown else None}
+        shown = len(layers) <= 7 or i in (0, len(layers) - 1)
+        yield {"color": plt.cm.viridis(0.9 * i / max(len(layers) - 1, 1)), "linestyle": "",
+               "marker": MARKERS[i % 7], "label": f"layer {layer}" if shown else None}
 
 
-def error_bars(ax, x, rows, looks, label):
-    """Means of the rows [points][items] with their standard errors."""
+def error_bars(ax, x, rows, i, label, **looks):
+    """Means of the rows [points][items] with their standard errors, in the i-th colour."""
     means, errors = zip(*(gdn.mean_se(row) for row in rows))
-    ax.errorbar(x, means, [error or 0 for error in errors], capsize=3, label=label, **looks)
+    looks = {"color": COLOURS[i % 7], "marker": MARKERS[i % 7], "linestyle": LINES[i // 7 % 4],
+             **looks}
+    ax.errorbar(x, means, [error or 0 for error in errors], capsize=3,
+                label=label.replace("$", r"\$"), **looks)            # $ would be a formula
 
 
 def steps(ax, names, label):
@@ -281,46 +266,36 @@ def steps(ax, names, label):
     ax.set(xlabel=label, xlim=(-0.5, len(names) - 0.5))
 
 
-def loss_axis(ax):
-    """At least ± 0.01 nats: nothing looks like much that is not."""
-    ax.axhline(0, color="grey", linewidth=1)
-    ax.update_datalim([(0, -0.01), (0, 0.01)])
-    ax.set_yscale("symlog", linthresh=0.01)
-    ax.set_ylabel("change in loss, nats (linear up to 0.01)")
-
-
-def rank_curves(ax, runs, name, measure, key):
+def rank_curves(ax, runs, labels, measure, key):
     """measure(record, key, rank) [items] of every run against its ranks, the largest to the left.
 
-    name(record) is its label; the runs stand a little apart, all within a third of a step.
+    The runs stand a little apart, all within a third of a step.
     """
     ranks, apart = ranks_of(*runs), min(0.06, 0.3 / len(runs))
-    for i, (record, label) in enumerate(zip(runs, labels(runs, name))):
+    for i, record in enumerate(runs):
         x = [ranks.index(rank) + apart * (i - (len(runs) - 1) / 2) for rank in ranks_of(record)]
-        rows = [measure(record, key, rank) for rank in ranks_of(record)]
-        error_bars(ax, x, rows, style(i), label)
+        error_bars(ax, x, [measure(record, key, rank) for rank in ranks_of(record)], i, labels[i])
     steps(ax, [str(rank) for rank in ranks], "modes kept per head, r")
 
 
-def labels(runs, name):
-    """The runs' names, and what each is a mean over where that differs ($ would be a formula)."""
-    counts = [counted(record) for record in runs]
-    if len(set(counts)) == 1:
-        counts = [""] * len(runs)
-    found = [": ".join(filter(None, (name(record), n))) for record, n in zip(runs, counts)]
-    return [label.replace("$", r"\$") for label in found]
+def change_axis(ax, label, least):
+    """A y axis that shows at least this much: nothing looks like much that is not."""
+    ax.axhline(0, color="grey", linewidth=1)
+    ax.update_datalim([(0, -0.1 * least), (0, least)])
+    ax.set_ylabel(label)
 
 
 def loss_panel(ax, runs):
     """Change in next-token loss, mean ± standard error over documents."""
-    rank_curves(ax, runs, named, changes, "loss")
-    loss_axis(ax)
+    rank_curves(ax, runs, [described(record) for record in runs], changes, "loss")
+    change_axis(ax, "change in loss, nats (linear up to 0.01)", 0.01)
+    ax.set_yscale("symlog", linthresh=0.01)
 
 
 def kl_panel(ax, runs):
     """KL divergence from the untouched model, mean ± standard error over documents."""
-    rank_curves(ax, runs, named, values, "kl")
-    ax.set(yscale="log", ylabel="KL from the untouched model, nats")
+    rank_curves(ax, runs, [described(record) for record in runs], values, "kl")
+    ax.set_ylabel("KL from the untouched model, nats")
 
 
 def after_panel(ax, runs):
@@ -333,46 +308,44 @@ def after_panel(ax, runs):
         shown = [rank for rank in shown if rank in (32, 12, 4, 1, 0)] or shown[:6]
     for i, rank in enumerate(shown):
         rows = changes(record, "after", rank).T                                 # [bins, documents]
-        error_bars(ax, range(len(names)), rows, style(i), f"rank {rank}")
+        error_bars(ax, range(len(names)), rows, i, f"rank {rank}")
     steps(ax, names, "tokens since the boundary")
-    loss_axis(ax)
+    change_axis(ax, "change in loss, nats", 0.01)
 
 
 def bytes_panel(ax, runs):
-    """KL against the bytes carried of a head, by how states are stored (colours) and which modes \
-are kept (lines), mean ± standard error over documents. Stars: the whole state, rounded."""
-    stores = list(dict.fromkeys(record["arguments"]["store"] for record in runs))
-    keeps = list(dict.fromkeys(record["arguments"]["keep"] for record in runs))
+    """KL against the bytes carried of a head: a colour a way of storing, dashes the modes kept, \
+stars whole states; mean ± standard error over documents."""
     sizes = [size for record in runs for size in record["bytes"].values() if size] or [1]
     low, high = int(np.log2(min(sizes)) // 2), int(-(-np.log2(max(sizes)) // 2))
     ticks = [4.0 ** n for n in range(low - 1, high + 1)]            # the first stands for 0 bytes
-    for record, label in zip(runs, labels(runs, named)):
-        looks = style(stores.index(record["arguments"]["store"]))
-        looks["linestyle"] = LINES[keeps.index(record["arguments"]["keep"])]
-        whole = [rank for rank in ranks_of(record) if rank == min(record["state"])]
-        parts = [rank for rank in ranks_of(record) if rank not in whole]
-        star = {**looks, "marker": "*", "markersize": 14, "markeredgecolor": "black"}
-        for ranks, looks in ((parts, looks), (whole, star)):
-            if ranks:
-                x = [record["bytes"][str(rank)] or ticks[0] for rank in ranks]
-                error_bars(ax, x, [values(record, "kl", rank) for rank in ranks], looks, label)
-                label = None
+    stores = sorted({record["arguments"]["store"] for record in runs})
+    keeps = sorted({record["arguments"]["keep"] for record in runs}, reverse=True)      # top first
+    for record in runs:
+        made, whole = record["arguments"], min(record["state"])
+        points = {}                                                 # by whether the state is whole
+        for rank in ranks_of(record):
+            size = record["bytes"][str(rank)] or ticks[0]
+            points.setdefault(rank == whole, []).append((size, values(record, "kl", rank)))
+        label = f"{made['store']}, {made['keep']} modes; {counted(record)}"
+        for is_whole, found in points.items():
+            looks = {"marker": "*", "markersize": 14, "markeredgecolor": "black"}
+            error_bars(ax, *zip(*found), stores.index(made["store"]),
+                       "_nolegend_" if is_whole and len(points) == 2 else label,
+                       linestyle=LINES[keeps.index(made["keep"])], **(looks if is_whole else {}))
     ax.set_xscale("log", base=4)
-    ax.set_xticks(ticks, ["0", *(f"{tick:,.0f}" for tick in ticks[1:])], fontsize=8)
+    ax.set_xticks(ticks, ["0", *(f"{tick:,.0f}" for tick in ticks[1:])])
+    ax.set_xticks([], minor=True)
     ax.set(xlabel="bytes carried per head", xlim=(ticks[0] / 1.5, ticks[-1] * 1.5),
-           yscale="log", ylabel="KL from the untouched model, nats")
+           ylabel="KL from the untouched model, nats")
 
 
 def tasks_panel(ax, runs):
     """Change in task score, mean ± standard error over samples."""
-    rank_curves(ax, runs, task_and_score, changes, "scores")
-    ax.axhline(0, color="grey", linewidth=1)
-    ax.update_datalim([(0, -1), (0, 1)])
-    ax.set_ylabel("change in score, points")
-
-
-def task_and_score(record):
-    return f"{record['arguments']['task']} (full {values(record, 'scores', 'full').mean():.0f})"
+    labels = [f"{record['arguments']['task']}, {counted(record)}; full state "
+              f"{values(record, 'scores', 'full').mean():.0f}" for record in runs]
+    rank_curves(ax, runs, labels, changes, "scores")
+    change_axis(ax, "change in score, points", 1)
 
 
 def lengths_panel(ax, runs):
@@ -380,20 +353,19 @@ def lengths_panel(ax, runs):
     shared = [rank for rank in ranks_of(*runs) if all(rank in ranks_of(record) for record in runs)]
     for i, rank in enumerate(["full", *shared]):
         rows = [values(record, "scores", rank) for record in runs]
-        label = "full state" if rank == "full" else f"rank {rank}"
-        error_bars(ax, range(len(runs)), rows, style(i), label)
-    steps(ax, [f"{record['arguments']['length']:,}" for record in runs], "length, tokens")
-    ax.update_datalim([(0, 0), (0, 100)])
-    ax.set_ylabel("score, points")
+        error_bars(ax, range(len(runs)), rows, i, "full state" if i == 0 else f"rank {rank}")
+    names = [f"{record['arguments']['length']:,}\n({counted(record)})" for record in runs]
+    steps(ax, [name.replace(", unf", ",\nunf") for name in names], "length, tokens")
+    ax.set(ylim=(-5, 105), ylabel="score, points")
 
 
 def horizon_panel(ax, runs):
     """Effective rank against decay horizon, a filled mark a head; the hollow mark joined to it is \
-what random keys would give (dotted: 256 and 4,096 tokens; line: all modes)."""
+what random keys would give. Dotted: 256 and 4,096 tokens; line: all modes."""
     record, decay = runs
     x, y = horizons(decay), values(record, "effective_rank").mean((0, 1))           # [L, H]
     null = values(record, "effective_rank_null").mean((0, 1))
-    for i, looks in layer_styles(record["layers"]):
+    for i, looks in enumerate(layer_looks(record["layers"])):
         ax.plot([x[i], x[i]], [y[i], null[i]], color=looks["color"], linewidth=0.8)
         ax.plot(x[i], null[i], **{**looks, "label": None}, markerfacecolor="white")
         ax.plot(x[i], y[i], **looks)
@@ -407,15 +379,15 @@ what random keys would give (dotted: 256 and 4,096 tokens; line: all modes)."""
 def along_panel(ax, runs):
     """Effective rank along the document: mean over heads, and their middle half."""
     record, decay = runs
-    effective, long = values(record, "effective_rank").mean(0), horizons(decay) > 256
-    x = record["items"][0]["positions"]
-    for i, (chosen, label) in enumerate(((long, "over 256"), (~long, "at most 256"))):
+    x, effective = record["items"][0]["positions"], values(record, "effective_rank").mean(0)
+    for i, (chosen, label) in enumerate(((horizons(decay) > 256, "over 256"),
+                                         (horizons(decay) <= 256, "at most 256"))):
         if chosen.any():
             heads = effective[:, chosen]                                        # [boundary, heads]
-            ax.plot(x, heads.mean(1), markersize=4, **style(i),
+            ax.plot(x, heads.mean(1), color=COLOURS[i], marker=MARKERS[i], markersize=4,
                     label=f"horizon {label} tokens (heads: {chosen.sum()})")
-            ax.fill_between(x, *np.quantile(heads, (0.25, 0.75), axis=1), color=COLOURS[i],
-                            alpha=0.15)
+            low, high = np.quantile(heads, (0.25, 0.75), axis=1)
+            ax.fill_between(x, low, high, color=COLOURS[i], alpha=0.15)
     ax.update_datalim([(x[0], 0)])
     ax.set(xlabel="tokens read", ylabel="effective rank")
 
@@ -426,7 +398,7 @@ def readout_panel(ax, runs):
     rank = near_12(record)
     x = np.clip(1 - values(record, "energy", rank).mean(0), 1e-14, 1)                # [L, H]
     y = np.clip(1 - values(record, "readout", rank).mean(0), 1e-14, 1)
-    for i, looks in layer_styles(record["layers"]):
+    for i, looks in enumerate(layer_looks(record["layers"])):
         ax.plot(x[i], y[i], **looks)
     line = [min(x.min(), y.min(), 0.1), 1]
     ax.plot(line, line, color="grey", linewidth=1)
@@ -438,9 +410,8 @@ def spectra_panel(ax, runs):
     """Singular values over their sum, mean over boundaries and documents, a line a head."""
     [record] = runs
     spectrum = values(record, "spectrum").mean(0)                                   # [L, H, M]
-    for i, looks in layer_styles(record["layers"]):
-        lines = ax.plot(range(1, spectrum.shape[-1] + 1), spectrum[i].T, color=looks["color"],
-                        linewidth=1)
+    for heads, looks in zip(spectrum, layer_looks(record["layers"])):
+        lines = ax.plot(range(1, heads.shape[-1] + 1), heads.T, color=looks["color"], linewidth=1)
         lines[0].set_label(looks["label"])
     ax.set(xlabel="mode j", yscale="log", ylim=(1e-6, 1), ylabel="singular value / sum of them")
 
@@ -453,32 +424,22 @@ FIGURES = [(loss_panel, by_rank), (kl_panel, by_rank), (after_panel, first, "03_
 
 
 def panels(models, panel, select, *arguments):
-    """{title: runs}: a panel a model, or a length or task of it and a way of truncating."""
+    """{title: runs}: a panel for each model, or for each of its variants and lengths or tasks."""
     groups = {}
     for name, records in models.items():
         runs = select(records, *arguments)
         for record in runs:
-            words = [name]
+            title = name
             if panel is tasks_panel:
-                words.append(f"{record['arguments']['length']:,} tokens")
+                title = f"{name}, {record['arguments']['length']:,} tokens\n{variant(record)}"
             if panel is lengths_panel:
-                words.append(record["arguments"]["task"])
-            if panel in (tasks_panel, lengths_panel):
-                words.append(variant(record))
+                title = f"{name}, {record['arguments']['task']}\n{variant(record)}"
             if select is first:
-                words.append(variant(runs[0]))
-            groups.setdefault(", ".join(filter(None, words)), []).append(record)
+                title = "\n".join(dict.fromkeys([name, *(described(run) for run in runs)]))
+            groups.setdefault(title.strip(), []).append(record)
     if panel is lengths_panel:
         groups = {title: runs for title, runs in groups.items() if len(runs) > 1}
     return groups
-
-
-def heading(title, runs):
-    """A panel's title, and what its runs are means over, unless there is too much to say."""
-    counts = list(dict.fromkeys(counted(record) for record in runs))
-    if len(counts) > 2:
-        counts = ["means over what the legend says"]
-    return "\n".join(textwrap.fill(line, 50) for line in (title, *counts))
 
 
 def whole_decades(axes):
@@ -488,10 +449,10 @@ def whole_decades(axes):
     low = 10.0 ** np.floor(np.log10(above.min() / 1.1))
     high = 10.0 ** np.ceil(np.log10(above.max() * 1.1))
     for ax in axes:
-        ax.set_ylim(low, high)
+        ax.set(yscale="log", ylim=(low, high))
         if (means == 0).any():
             ax.set_yscale("symlog", linthresh=low, linscale=0.5)
-            ax.set(ylim=(-low / 4, high), ylabel=f"{ax.get_ylabel()} (linear up to {low:.0e})")
+            ax.set(ylim=(-low / 4, high), ylabel=f"KL, nats (linear up to {low:.0e})")
 
 
 def draw(root, models, panel, *select):
@@ -499,23 +460,23 @@ def draw(root, models, panel, *select):
     groups, name, caption = panels(models, panel, *select), panel.__name__[:-6], panel.__doc__
     if not groups:
         return ""
-    columns = min(len(groups), 3)
+    columns, longest = min(len(groups), 3), max(map(len, groups.values()))
     rows = -(-len(groups) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.8 * max(columns, 1.3), 4.6 * rows),
-                                squeeze=False, sharey=True)
+    size = (4.8 * max(columns, 1.3), rows * (4.6 + 0.18 * longest))
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, sharey=True)
     for ax in axes.flat[len(groups):]:
         ax.remove()
     axes = axes.flat[:len(groups)]
     for ax, (title, runs) in zip(axes, groups.items()):
         panel(ax, runs)
-        ax.set_title(heading(title, runs), parse_math=False, fontsize=10)
-        handles, words = ax.get_legend_handles_labels()
-        ax.legend(handles, words, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.24),
-                  ncol=2 if max(map(len, words)) < 34 else 1)
+        lines = [textwrap.fill(line, 50) for line in title.split("\n")]
+        ax.set_title("\n".join(lines), parse_math=False, fontsize=10)
+        ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.18),
+                  ncol=1 if "; " in str(ax.get_legend_handles_labels()[1]) else 2)
     if panel in (kl_panel, bytes_panel):
         whole_decades(axes)
     for ax in axes:
-        ax.label_outer()
+        ax.set_ylabel(ax.get_ylabel() if ax.get_subplotspec().is_first_col() else "")
     gdn.write_whole(root / f"{name}.png", lambda path: figure.savefig(path, format="png"))
     plt.close(figure)
     return f"![{caption}]({name}.png)\n\n*{caption}*\n"
@@ -534,183 +495,169 @@ def table(head, rows):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def share(record, rank):
-    """A change in loss as a share of what wiping the same states costs: ' (3% of rank 0)'."""
-    if rank == 0 or 0 not in ranks_of(record) or changes(record, "loss", 0).mean() <= 0:
-        return ""
-    part = changes(record, "loss", rank).mean() / changes(record, "loss", 0).mean()
-    return f" ({round(part, 2) + 0.0:.0%} of rank 0)"               # + 0.0: no -0%
-
-
 def level(numbers):
     """A mean that is no change, with its standard error."""
     return gdn.with_error(numbers).removeprefix("+")
 
 
 def effects(record, rank):
-    """Change in loss, KL and agreement, as cells of a table."""
-    return [gdn.with_error(changes(record, "loss", rank)) + share(record, rank),
-            level(values(record, "kl", rank)), f"{values(record, 'agree', rank).mean():.1%}"]
+    """Change in loss, also as a share of what wiping the states costs; KL; agreement."""
+    change = changes(record, "loss", rank)
+    words = gdn.with_error(change)
+    if rank and 0 in ranks_of(record) and changes(record, "loss", 0).mean() > 0:
+        part = round(change.mean() / changes(record, "loss", 0).mean(), 2) + 0.0        # no -0%
+        words += f" ({part:.0%} of rank 0)"
+    return [words, level(values(record, "kl", rank)), f"{values(record, 'agree', rank).mean():.1%}"]
 
 
 def loss_tables(models):
     """A table a run, a row a rank."""
-    pages = []
     for name, records in models.items():
         for record in by_rank(records):
             rows = [["full", f"{values(record, 'loss', 'full').mean():.4f} nats", "", ""]]
             rows += [[rank, *effects(record, rank)] for rank in ranks_of(record)]
-            said = escaped(f"{named(record)}; {counted(record)}")
-            pages += [f"**{escaped(name)}**: {said}\n",
-                      table(["rank", "change in loss, nats", "KL, nats", "same token"], rows)]
-    return "\n".join(pages)
+            yield f"**{escaped(name)}**: {escaped(described(record))}\n"
+            yield table(["rank", "change in loss, nats", "KL, nats", "same token"], rows)
 
 
 def coding_rows(records):
-    """(bytes of a head, KL, its name, run, rank) of all codings, the smallest first.
+    """(bytes of a head, KL, what is stored, run, rank) of all codings, the smallest first.
 
-    The full state and rank 0 are the same in all runs, and are there once.
+    What is alike in several runs on as many documents (nothing, a whole state) is there once.
     """
-    rows, runs = [], codings(records)
-    for record in runs:
-        V, K = record["state"]
-        made = record["arguments"]
-        if record is runs[0]:
-            rows.append((4 * V * K, 0.0, "untouched, in float32", record, "full"))
-        for rank in ranks_of(record):
-            name = f"{made['store']}, {rank} {made['keep']} modes"
-            if rank == min(V, K):
-                name = f"{made['store']}, whole state"
-            if rank == 0:
-                name = "nothing carried"
-            if rank > 0 or record is runs[0]:
+    rows, seen = [], set()
+    for record in codings(records):
+        (V, K), store = record["state"], record["arguments"]["store"]
+        names = {0: "nothing", min(V, K): f"{store}, whole state", "full": "untouched, float32"}
+        for rank in ["full", *ranks_of(record)]:
+            name = names.get(rank, f"{store}, {rank} {record['arguments']['keep']} modes")
+            if (name, counted(record)) in seen:
+                continue
+            seen.add((name, counted(record)))
+            if rank == "full":
+                rows.append((4 * V * K, 0.0, name, record, rank))
+            else:
                 kl = values(record, "kl", rank).mean()
                 rows.append((record["bytes"][str(rank)], kl, name, record, rank))
     return sorted(rows, key=lambda row: row[:2])
 
 
 def on_front(row, rows):
-    """Whether no other coding is as small and as close, and not equal."""
-    for size, kl, *_ in rows:
+    """Whether no other coding on as many documents is as small and as close, and better in one."""
+    for size, kl, _, record, _ in rows:
         if size <= row[0] and kl <= row[1] and (size, kl) != row[:2]:
-            return False
+            if counted(record) == counted(row[3]):
+                return False
     return True
 
 
-def coding_table(models):
-    """By model, the whole state in every store and what is on the front, sorted by bytes."""
-    pages = []
+def coding_tables(models):
     for name, records in models.items():
-        rows = coding_rows(records)
-        lines = []
+        rows, lines = coding_rows(records), []
         for row in rows:
-            size, kl, coding, record, rank = row
-            front = "yes" if on_front(row, rows) else ""
-            if rank == "full":
-                lines.append([f"{size:,}", coding, "0", "0", "100%", front])
-            elif front or rank == min(record["state"]):
-                change, divergence, agree = effects(record, rank)
-                lines.append([f"{size:,}", coding, divergence, change, agree, front])
-        if lines:
-            head = ["bytes a head", "stored", "KL, nats", "change in loss, nats", "same token",
-                    "on the front"]
-            pages += [f"**{escaped(name)}**: {escaped(counted(codings(records)[0]))}\n",
-                      table(head, lines)]
-    return "\n".join(pages)
+            size, _, stored, record, rank = row
+            front = "front" if on_front(row, rows) else ""
+            if len(rows) <= 24 or front or rank == min(record["state"]):
+                change, kl, same = ["0", "0", "100%"] if rank == "full" else effects(record, rank)
+                lines.append([f"{size:,}", stored, kl, change, same, front, counted(record)])
+        if rows:
+            yield f"**{escaped(name)}**: {len(lines)} of {len(rows)} codings\n"
+            yield table(["bytes a head", "stored", "KL, nats", "change in loss, nats", "same token",
+                         "front", "over"], lines)
 
 
 def task_table(models):
     """Score of the full state, and by rank the change, with the samples better and worse."""
     runs = [(name, record) for name in models for record in find(models[name], "04_ruler")]
-    if not runs:
-        return ""
     ranks, rows = ranks_of(*(record for _, record in runs)), []
     for name, record in runs:
-        row = [name, setting(record), counted(record),
-               f"{values(record, 'scores', 'full').mean():.1f}"]
+        row = [name, record["arguments"]["task"], f"{record['arguments']['length']:,}",
+               described(record), f"{values(record, 'scores', 'full').mean():.1f}"]
         for rank in ranks:
-            cell = ""
+            row.append("")
             if rank in ranks_of(record):
                 change = changes(record, "scores", rank)
-                cell = gdn.with_error(change)
+                row[-1] = gdn.with_error(change)
                 if change.any():
-                    cell += f", {(change > 0).sum()} up {(change < 0).sum()} down"
-            row.append(cell)
+                    row[-1] += f", {(change > 0).sum()} up {(change < 0).sum()} down"
         rows.append(row)
-    return table(["model", "task", "over", "full state", *(f"rank {rank}" for rank in ranks)], rows)
+    if rows:
+        yield table(["model", "task", "length", "truncated", "full state",
+                     *(f"rank {rank}" for rank in ranks)], rows)
 
 
 def head_table(models):
     """Of the states: means over heads and boundaries, ± standard error over documents."""
     rows = []
     for name, records in models.items():
-        for record in first(records, "01_spectrum"):
+        for record in find(records, "01_spectrum"):
             rank, heads = near_12(record), values(record, "effective_rank").mean((0, 1))
-            means = [values(record, "effective_rank").mean((1, 2, 3)),
-                     values(record, "effective_rank_null").mean((1, 2, 3))]
+            row = [name, described(record),
+                   f"{heads.min():.1f}, {np.median(heads):.1f}, {heads.max():.1f} of "
+                   f"{min(record['state'])}"]
+            for key in ("effective_rank", "effective_rank_null"):
+                row.append(level(values(record, key).mean((1, 2, 3))))
+            row.append(rank)
             for key in ("energy", "readout", "overlap"):
-                means.append(values(record, key, rank).mean((1, 2)))
+                row.append(level(values(record, key, rank).mean((1, 2))))
             later = {**record, "items": record["items"][1:]}        # the first has no other
             if later["items"]:
-                means.append(values(later, "overlap_other", rank).mean((1, 2)))
-            else:
-                means.append([])
-            rows.append([name, counted(record),
-                         f"{heads.min():.1f}, {np.median(heads):.1f}, {heads.max():.1f} of "
-                         f"{min(record['state'])}", rank,
-                         *(level(mean) if len(mean) else "" for mean in means)])
-    head = ["model", "over", "effective rank: least, median, most of the heads", "r",
-            "effective rank", "with random keys", "energy in the top r", "of what is read",
-            "overlap with the boundary before", "with another document"]
-    return table(head, rows) if rows else ""
+                row.append(level(values(later, "overlap_other", rank).mean((1, 2))))
+            rows.append(row + [""] * (9 - len(row)))
+    if rows:
+        yield table(["model", "over", "effective rank: least, median, most of the heads", "mean",
+                     "with random keys", "r", "energy in the top r", "of what is read",
+                     "overlap with the boundary before", "with another document"], rows)
+
+
+def task_finding(runs, rank):
+    """Which scores a rank moves; of standard errors it speaks only where samples differ."""
+    moved, differ = [], False
+    for record in runs:
+        change, made = changes(record, "scores", rank), record["arguments"]
+        mean, error = gdn.mean_se(change)
+        differ = differ or bool(error)
+        if abs(mean) > 2 * (error or 0):
+            moved.append(f"{made['task']} at {made['length']:,} {gdn.with_error(change)}")
+    by = " (by over two standard errors where samples differ)" if differ else ""
+    return (f"{rank} modes move {len(moved)} of {len(runs)} scores{by}, each of a task at a length "
+            f"and of {min(len(record['items']) for record in runs)} or more samples"
+            + ": in points, " * bool(moved) + ", ".join(moved))
 
 
 def finding(records):
     """What was found on a model, in one line."""
     words = []
     for record in first(records, "03_loss"):
-        rank, n = near_12(record), len(record["items"])
-        change, other = changes(record, "loss", rank), 1 - values(record, "agree", rank).mean()
-        words.append(f"with {rank} of {min(record['state'])} modes ({named(record)}) the loss "
-                     f"changes by {gdn.with_error(change)} nats{share(record, rank)}, and "
-                     f"{other:.1%} of the most likely tokens are others ({n} "
-                     f"document{'s' * (n > 1)})")
+        rank = near_12(record)
+        change, _, same = effects(record, rank)
+        words.append(f"with {rank} of {min(record['state'])} modes ({described(record)}) the loss "
+                     f"in nats changes by {change}, and {same} of the most likely tokens stay")
     close = [row for row in coding_rows(records) if row[1] <= 0.001]
-    if close and len(codings(records)) > 1:
-        size, kl, coding, *_ = close[0]
-        words.append(f"the smallest coding with a KL of at most 0.001 is {coding}: {size:,} bytes "
-                     f"a head (KL {kl:.1e})")
+    if close:
+        size, kl, stored, record, _ = close[0]
+        words.append(f"the smallest coding with a KL of at most 0.001 nats is {stored}: {size:,} "
+                     f"bytes a head, KL {kl:.2g} ({counted(record)})")
     if find(records, "02_decay"):
         words.append(f"{long_heads(records)} heads have a horizon over 4,096 tokens, "
                      f"{short_heads(records)} one of at most 256")
     runs = [record for record in find(records, "04_ruler") if not variant(record)]
-    moved = []
-    for record in runs:
-        rank = near_12(record)
-        mean, error = gdn.mean_se(changes(record, "scores", rank))
-        if error and abs(mean) > 2 * error:
-            moved.append(f"{setting(record)} by {mean:+.0f} points")
-        if mean and not error:
-            moved.append(f"{setting(record)} by {mean:+.0f} points in all of its "
-                         f"{len(record['items'])}")
-    if runs:
-        words.append(f"{near_12(runs[0])} modes move {len(moved)} of {len(runs)} scores (a task at "
-                     "a length each) by over two standard errors, where samples differ"
-                     + ": " * bool(moved) + ", ".join(moved))
+    for rank in dict.fromkeys(near_12(record) for record in runs):
+        words.append(task_finding([run for run in runs if near_12(run) == rank], rank))
     return "; ".join(words)
 
 
 def run_line(record):
     """What a run was, on what, and how long it took."""
     made, environment = record["arguments"], record["environment"]
-    total = sum(item["seconds"]["total"] for item in record["items"])
-    cutting = sum(item["seconds"]["truncate"] for item in record["items"])
-    seed = ""
-    if record["script"] == "04_ruler" and not made["data"]:
-        seed = f", seed {made['seed']}"
-    return escaped(f"{record['file']}: {counted(record)}{seed}, segment {made['segment']}, "
-                   f"{environment['dtype']} on {environment['device']}; {total:.0f} s, of these "
-                   f"{cutting:.0f} at boundaries")
+    total, cutting = (sum(item["seconds"][key] for item in record["items"])
+                      for key in ("total", "truncate"))
+    source = f"from {made['documents']}" if "documents" in made else f"seed {made['seed']}"
+    if made.get("data"):
+        source = f"from {made['data']}"
+    return (f"    - {record['file']}: {counted(record)}, {source}, segment {made['segment']}, "
+            f"{environment['dtype']} on {environment['device']}; {total:.0f} s, of these "
+            f"{cutting:.0f} at boundaries")
 
 
 INTRODUCTION = (
@@ -723,37 +670,40 @@ CLAIMS_NOTE = (
     "and over what an effective rank is averaged; the README says how they are read here. Where "
     "the scope differs, a figure is no check of the post's:\n")
 CODINGS_NOTE = (
-    "The whole state in every store, and what is on the front: no other coding on the same "
-    "documents is as small and as close. Bytes are those of one head, scales counted.\n")
+    "What crosses a boundary, all heads, boundaries every 256 tokens; bytes of one head, scales "
+    "counted. *front*: no other coding over as many documents is as small and as close, and better "
+    "in one. Of more than 24 codings, only those on the front and whole states are listed.\n")
 
 
 def main(*, model: str = None, results: str = "results"):
     """Write report.md and its figures from the result files.
 
     Args:
-        model: the model to report; by default all that are in the folder.
+        model: the model to report, also by its folder's name; by default all in the results.
         results: the folder that stages 01 to 04 wrote to.
     """
     root = Path(results)
-    names = sorted(path.name for path in root.glob("*") if path.is_dir())
+    names = sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
     if model:
         names = [model if model in names else Path(gdn.find_model(model)[0]).name]
     read = {name: read_model(root / name) for name in names}
     models = {name: records for name, (records, _) in read.items() if records}
-    problems = [problem for _, missing in read.values() for problem in missing]
+    problems = [problem for _, found in read.values() for problem in found]
     if not models:
         raise gdn.Error(f"--results {results} holds no result file of "
                         f"{', '.join(names) or 'a model'} to report: run 01 to 04 first. "
                         f"{'; '.join(problems)}")
     figures = {}
     for panel, *select in FIGURES:
-        figures[panel] = draw(root, models, panel, *select)
+        figures[panel.__name__[:-6]] = draw(root, models, panel, *select)
     page = ["# How much of the Gated DeltaNet state do these models depend on?\n"]
     for name, records in models.items():
         page.append(f"- **{escaped(name)}**: {escaped(finding(records))}.")
     page += ["", INTRODUCTION]
     if problems:
-        page += ["Not in this report:\n", *(f"- {escaped(problem)}" for problem in problems), ""]
+        page.append("Missing, unfinished or mixed:\n")
+        page += [f"- {escaped(problem)}" for problem in problems]
+        page.append("")
     claims = []
     for claim, said, cell, *arguments in CLAIMS:
         cells = [cell(records, *arguments) or "not run" for records in models.values()]
@@ -761,21 +711,16 @@ def main(*, model: str = None, results: str = "results"):
     page += ["## The post's claims\n", table(["claim", "the post says", *models], claims),
              CLAIMS_NOTE]
     page += [f"- {escaped(name)}: {escaped(differences(models[name]))}" for name in models]
-    for title, *parts in (
-            ("Next-token loss", loss_tables(models), figures[loss_panel], figures[kl_panel],
-             figures[after_panel]),
-            ("What a byte of the state buys", CODINGS_NOTE, coding_table(models),
-             figures[bytes_panel]),
-            ("Tasks", task_table(models), figures[tasks_panel], figures[lengths_panel]),
-            ("Heads", head_table(models), figures[horizon_panel], figures[along_panel],
-             figures[readout_panel], figures[spectra_panel])):
-        page += [f"\n## {title}\n", *parts]
+    for title, parts, names in (
+            ("Next-token loss", loss_tables(models), ("loss", "kl", "after")),
+            ("What a byte of the state buys", (CODINGS_NOTE, *coding_tables(models)), ("bytes",)),
+            ("Tasks", task_table(models), ("tasks", "lengths")),
+            ("Heads", head_table(models), ("horizon", "along", "readout", "spectra"))):
+        page += [f"\n## {title}\n", *parts, *(figures[name] for name in names)]
     page.append("\n## Runs\n")
     for name, records in models.items():
-        made = records[0]
-        page.append(escaped(f"- {name} ({made['model']}; torch {made['environment']['torch']}, "
-                            f"transformers {made['environment']['transformers']})"))
-        page += [f"    - {run_line(record)}" for record in records]
+        page.append(f"- {escaped(name)} ({escaped(records[0]['model'])})")
+        page += [escaped(run_line(record)) for record in records]
     text = "\n".join(page) + "\n"
     gdn.write_whole(root / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
     print(root / "report.md")

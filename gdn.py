@@ -91,8 +91,7 @@ def decay_horizon(mean_log_a):
     """Tokens over which a head's decay alone shrinks its state by a factor e: -1 / mean_t(log a_t).
 
     mean_log_a: the mean of log a over tokens, any shape, nats a token; average first, then invert.
-    A head that never decays (mean 0) has horizon infinity. Raises Error for a mean above 0, which
-    no decay has.
+    A head that never decays (mean 0) has horizon infinity. Raises Error for a mean above 0.
     """
     mean_log_a = torch.as_tensor(mean_log_a, dtype=torch.float64)
     if (mean_log_a > 0).any():
@@ -145,10 +144,7 @@ def truncate(state, rank, place=None, metric=None, store="float32"):
             leaves it whole, in float32 bit for bit.
         place: of each mode, the largest first, its place in the order of keeping, [..., M];
             0, 1, 2, ... if None.
-        metric: A [..., K, K], if modes are to be those of S A, where C = A A^T says how much each
-            direction is read: then S_r = (S A W)(W^T A^-1) is the matrix of rank r with the least
-            expected readout error E |(S - S_r) q|^2, E q q^T = C (weighted low-rank approximation;
-            as the whitening of SVD-LLM, Wang et al. 2024, arXiv 2403.07378, section 3.1).
+        metric: A [..., K, K], of read_metric, if modes are to be those of S A instead.
         store: how numbers are stored, one of BITS: all of a whole state, or the two factors.
 
     Returns:
@@ -156,14 +152,16 @@ def truncate(state, rank, place=None, metric=None, store="float32"):
         a state with NaN or infinity.
 
     S_r = S W W^T with the kept right singular vectors W as columns: by Eckart & Young (1936) the
-    nearest matrix of rank r, without left singular vectors or a division by a small sigma.
+    nearest matrix of rank r, without left singular vectors or a division by a small sigma. With a
+    metric, S_r = (S A W)(W^T A^-1), of all matrices of rank r the one with the least readout error
+    E |(S - S_r) q|^2, where E q q^T = A A^T (weighted low-rank approximation; as the whitening of
+    SVD-LLM, Wang et al. 2024, arXiv 2403.07378, section 3.1).
     """
     M = min(state.shape[-2:])
     rank = torch.as_tensor(rank, device=state.device)
     if rank.is_floating_point() or rank.dtype == torch.bool or (rank < 0).any():
         raise Error(f"a rank is a whole number from 0 up, not {rank.tolist()}")
-    if place is None:
-        place = torch.arange(M)
+    place = torch.arange(M) if place is None else place
     read = state.to(torch.promote_types(state.dtype, torch.float32))
     if metric is not None:
         read = read @ metric.to(read)                               # S A              [..., V, K]
@@ -179,15 +177,14 @@ def truncate(state, rank, place=None, metric=None, store="float32"):
 
 
 def read_metric(gram):
-    """A [..., K, K] with A A^T = C, for truncate, from sums of q~ q~^T over the queries so far.
+    """A [..., K, K] with A A^T = C, from a sum of q~ q~^T over the queries so far, [..., K, K].
 
-    gram [..., K, K] is scaled to a mean diagonal of 1, and 1e-3 of the identity is added: what has
-    not been read so far may still be.
+    C is the sum scaled to a mean diagonal of 1, plus 1e-3 of the identity: what has not been read
+    so far may still be.
     """
     size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    identity = torch.eye(gram.shape[-1]).to(gram)
-    tiny = torch.finfo(gram.dtype).tiny
-    return torch.linalg.cholesky(gram / size.clamp_min(tiny) + 1e-3 * identity)
+    C = gram / size.clamp_min(1e-300) + 1e-3 * torch.eye(gram.shape[-1]).to(gram)
+    return torch.linalg.cholesky(C)
 
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int6": 6, "int5": 5,
@@ -204,19 +201,15 @@ def stored(x, store):
     """
     if store == "float32":
         return x
-    kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
-    if store in kind:
-        largest = torch.finfo(kind[store]).max
-    else:
-        largest = 2 ** (BITS[store] - 1) - 1
-    scale = torch.ones_like(x[..., :1, :])
+    floats = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
+    kind = floats.get(store)                                        # None: an integer
+    largest = torch.finfo(kind).max if kind else 2 ** (BITS[store] - 1) - 1
+    scale = torch.ones_like(x[..., :1, :])                          # [..., 1, K]
     if BITS[store] <= 8:
-        scale = (x.abs().amax(-2, keepdim=True) / largest).bfloat16().to(x.dtype)   # [..., 1, K]
-    units = (x / scale.where(scale > 0, 1)).clamp(-largest, largest)
-    if store in kind:
-        units = units.to(kind[store]).to(x.dtype)
-    else:
-        units = units.round()
+        scale = (x.abs().amax(-2, keepdim=True) / largest).bfloat16().to(x.dtype)
+        scale[scale == 0] = 1
+    units = (x / scale).clamp(-largest, largest)
+    units = units.to(kind).to(x.dtype) if kind else units.round()
     return units * scale
 
 
@@ -240,17 +233,15 @@ def segments(model, ids, segment, cache, position=0, end=None):
     Yields, after each call, (start, hidden, boundary): the position of the call's first token, the
     hidden states [B, n, D] before the head, and whether the position now reached is a boundary, a
     multiple of `segment` with tokens to follow. What the caller does to the cache in the body of
-    its loop happens before the next call. The logits, the peak of memory, are left to the caller.
+    its loop happens before the next call; if its one row becomes many there, ids are fed to all.
 
-    Args:
-        ids: a single row is fed to all rows, if the caller makes the cache's one row many.
-        cache: of transformers, changed in place; `position` says how many tokens it has consumed.
-        end: how many tokens the whole run has, where it goes on after these ids.
+    cache: of transformers, changed in place; `position` says how many tokens it has consumed, `end`
+    how many the whole run has, where it goes on after these ids.
 
     Raises Error for NaN or infinity in the hidden states, and where the model ignored the cache.
     """
     last = position + ids.shape[1]
-    end = last if end is None else end
+    end = end or last
     start, rows = position, len(ids)
     while start < last:
         stop = min(last, (start // segment + 1) * segment)
@@ -292,7 +283,7 @@ def truncate_rows(cache, ranks, cut, seed, calls, gram=0.0):
 
     Args:
         seed: of the random modes, drawn anew for each layer and head, and alike for all ranks.
-        calls: of the rule since the boundary before, as recorded; they are taken off the list.
+        calls: of the rule since the boundary before, of recorded_rule; they are taken off the list.
         gram: what this returned at the boundary before: for each head the sum of q~ q~^T over all
             effective queries so far, [L, H, K, K], or 0 where modes are not kept by what is read.
     """
@@ -318,42 +309,12 @@ def truncate_rows(cache, ranks, cut, seed, calls, gram=0.0):
     return gram
 
 
-@contextlib.contextmanager
-def recorded_rule(model):
-    """Record the calls of the gated delta rule: a list of (rule, q, k, v, arguments by name).
-
-    It grows by one entry for each GDN layer and call of the model, in the order of the layers, with
-    row 0 of the inputs: q and k [1, n, G, K] before the normalisation, v [1, n, H, V], and among
-    the others g, which is log a, and beta, which is b, both [1, n, H]. Every family calls two
-    functions of its own module, one for many tokens and one for a single one: they are recorded.
-    """
-    layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
-    module = sys.modules[type(layer).__module__]
-    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-    rules = {name: getattr(module, name) for name in names}
-    calls = []
-
-    def recording(rule):
-        def recorded(q, k, v, g, beta, **others):
-            row = [x[:1].clone() for x in (q, k, v, g, beta)]
-            calls.append((rule, *row[:3], {**others, "g": row[3], "beta": row[4]}))
-            return rule(q, k, v, g=g, beta=beta, **others)
-        return recorded
-
-    for name in names:
-        setattr(module, name, recording(rules[name]))
-    try:
-        yield calls
-    finally:
-        for name in names:
-            setattr(module, name, rules[name])
-
-
 @torch.inference_mode()
 def effective_queries(calls):
     """What a segment asks of the state S carried into it: q~_t [n, H, K]; it reads S q~_t.
 
-    calls: those of one layer in the segment, as recorded, in their order; n counts all of them.
+    calls: those of one layer in the segment, in their order, as recorded_rule has them: (rule, q,
+        k, v, other arguments by name); n counts the tokens of all of them.
 
     q~_t = P_t q_t, where P_t is the product of the factors a (I - b k k^T) up to token t: what the
     gated delta rule returns with values 0 and the identity for a state.
@@ -385,36 +346,36 @@ def token_losses(model, hidden, targets):
         that follow.
 
     The next-token cross-entropy in nats; KL(p_0 || p_row) in nats, over the vocabulary; and whether
-    a row's most likely token is that of row 0 (1 or 0). Only the logits [n, W] of row 0 and of one
-    more row are ever held; each row goes through the head once.
+    a row's most likely token is that of row 0 (1 or 0). Only what is needed of row 0 and the logits
+    [n, W] of one more row are ever held; each row goes through the head once.
     """
     head = model.get_output_embeddings()
     full = head(hidden[0])                                          # [n, W]
-    targets = targets.to(full.device)
-    few = max(1, 2 ** 20 // full.shape[-1])                         # tokens: 4 MB stay in a cache
+    p, top = full.softmax(-1, dtype=torch.float32), full.argmax(-1)             # [n, W], [n]
+    few = max(1, 2 ** 19 // full.shape[-1])                         # tokens: larger pieces page in
     rows = []
     for row in range(len(hidden)):
         logits = full if row == 0 else head(hidden[row])            # [n, W]
-        parts = zip(full.split(few), logits.split(few), targets.split(few))
+        whole = (full, p, top, logits, targets.to(full.device))
+        parts = zip(*(x.split(few) for x in whole))
         rows.append(torch.cat([compared(*part) for part in parts], dim=-1))
-        del logits                                                  # before there is another
+        del logits, whole, parts                                    # before there is another
     return torch.stack(rows, dim=1).cpu()
 
 
-def compared(full, logits, targets):
-    """The same of a few tokens, [3, n], from the logits [n, W] of row 0 and of another row.
+def compared(full, p, top, logits, targets):
+    """The same of a few tokens, [3, n], from a row's logits [n, W] and row 0's: full, p, the top.
 
-    With d = logits - full, centred so that its mean under p_0 is 0, the KL is
-    log(1 + sum p_0 (exp(d) - 1 - d)): no difference of large sums, so exact where it is small.
+    With d = logits - full, centred so that its mean under p is 0, the KL is
+    log(1 + sum p (exp(d) - 1 - d)): no difference of large sums, so exact where it is small.
     """
-    full, logits = full.float(), logits.float()
-    p = full.softmax(-1)                                            # [n, W]
+    logits = logits.float()
     d = logits - full                                               # [n, W]
-    d = (d - torch.linalg.vecdot(p, d)[:, None]).double()
-    kl = torch.linalg.vecdot(p.double(), d.expm1() - d).clamp_min(0).log1p()
+    d -= torch.linalg.vecdot(p, d)[:, None]
+    inner = d.double().expm1_().sub_(d).mul_(p)                     # in place: half the time
+    kl = inner.sum(-1).clamp_min(0).log1p()
     loss = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
-    agree = logits.argmax(-1) == full.argmax(-1)
-    return torch.stack([loss.double(), kl, agree.double()])
+    return torch.stack([loss.double(), kl, (logits.argmax(-1) == top).double()])
 
 
 # From here on it is plumbing, and you may stop reading: threads, models, documents, files, flags.
@@ -449,12 +410,11 @@ def checked_eigh(gram, solve=torch.linalg.eigh):
     size = gram.abs().amax((-2, -1)) + torch.finfo(gram.dtype).tiny
     try:
         values, vectors = solve(gram)
-        slant = vectors.mT @ vectors - torch.eye(gram.shape[-1]).to(gram)
-        residual = gram @ vectors - vectors * values[..., None, :]
-        error = slant.abs().amax((-2, -1)) + residual.abs().amax((-2, -1)) / size
     except torch.linalg.LinAlgError:
-        values, vectors = gram[..., 0].clone(), gram.clone()
-        error = torch.full_like(size, torch.inf)
+        values, vectors = gram[..., 0] * torch.nan, gram * torch.nan
+    slant = vectors.mT @ vectors - torch.eye(gram.shape[-1]).to(gram)
+    residual = gram @ vectors - vectors * values[..., None, :]
+    error = slant.abs().amax((-2, -1)) + residual.abs().amax((-2, -1)) / size
     wrong = ~(error < 1e-9)                                         # NaN is wrong, too
     if wrong.any():
         warnings.warn(f"the eigensolver of {gram.device} failed on some matrices: these, and such "
@@ -465,6 +425,37 @@ def checked_eigh(gram, solve=torch.linalg.eigh):
 
 
 # ---- models -------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def recorded_rule(model):
+    """Record the calls of the gated delta rule: a list of (rule, q, k, v, arguments by name).
+
+    It grows by one entry for each GDN layer and call of the model, in the order of the layers, with
+    row 0 of the inputs: q and k [1, n, G, K] before the normalisation, v [1, n, H, V], and among
+    the others g, which is log a, and beta, which is b, both [1, n, H]. Every family calls two
+    functions of its own module, one for many tokens and one for a single one: they are recorded.
+    """
+    layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
+    module = sys.modules[type(layer).__module__]
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    rules = {name: getattr(module, name) for name in names}
+    calls = []
+
+    def recording(rule):
+        def recorded(q, k, v, g, beta, **others):
+            row = [x[:1].clone() for x in (q, k, v, g, beta)]
+            calls.append((rule, *row[:3], {**others, "g": row[3], "beta": row[4]}))
+            return rule(q, k, v, g=g, beta=beta, **others)
+        return recorded
+
+    for name in names:
+        setattr(module, name, recording(rules[name]))
+    try:
+        yield calls
+    finally:
+        for name in names:
+            setattr(module, name, rules[name])
+
 
 BUNDLED = ("tiny/hybrid", "tiny/recurrent")
 
@@ -482,7 +473,7 @@ class Run:
     layers: list            # the indices of its GDN layers
     state: list             # the shape of a state, [V, K]
     environment: dict       # versions, device, dtype, and what tells this model from others
-    net: object = None      # the model itself, once load_model has been called
+    net: object = None      # the model itself, once its weights are loaded
     bar: tqdm = field(default_factory=lambda: tqdm(disable=True))
     began: float = 0.0      # when the item that is being measured was begun
     cutting: float = 0.0    # seconds of it spent at boundaries
@@ -523,20 +514,31 @@ def weight_files(folder):
 
 
 def find_model(model):
-    """The name and the folder of a model; of a hub id, the folder is None.
-
-    The name is the id or the folder's path; of a snapshot folder in the hub's cache, the id.
-    """
+    """The name and the folder of a model, None for a hub id; of a hub's snapshot folder, the id."""
     if model in BUNDLED:
         return model, Path(__file__).resolve().parent / model
     folder = Path(os.path.abspath(os.path.expanduser(model)))
-    if not os.path.isdir(folder):
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-            raise Error(f"--model {model!r} is no folder, and a hub id looks like name/model")
-        return model, None
-    if folder.parent.name == "snapshots":
+    if folder.is_dir() and folder.parent.name == "snapshots":
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/"), folder
-    return str(folder), folder
+    if folder.is_dir():
+        return str(folder), folder
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        raise Error(f"--model {model!r} is no folder, and a hub id looks like name/model")
+    return model, None
+
+
+@contextlib.contextmanager
+def reading(what):
+    """Whatever a library raises on a model's files, of many kinds, is one sentence about them."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MemoryError) or "memory" in str(error):
+            raise
+        says = f"{type(error).__name__}: {first_line(error)}"
+        says = says.split(":")[0] if "above report" in says else says       # it is not shown here
+        raise Error(f"transformers {transformers.__version__} cannot read {what} ({says})"
+                    ) from None
 
 
 def open_model(model, device="auto", dtype="auto", results="results"):
@@ -547,11 +549,9 @@ def open_model(model, device="auto", dtype="auto", results="results"):
     device_found = device_name(device)
     name, folder = find_model(model)
     here = folder or from_hub(huggingface_hub.hf_hub_download, model, "config.json").parent
-    try:
+    with reading(f"the config.json of --model {model}"):
         whole = AutoConfig.from_pretrained(here)
         config = whole.get_text_config(decoder=True)
-    except Exception as error:                  # of many kinds, by what is wrong with the file
-        raise Error(f"--model {model}: cannot read its config.json: {first_line(error)}") from None
     kinds = getattr(config, "layer_types", None) or []
     if "linear_attention" not in kinds or not hasattr(config, "linear_key_head_dim"):
         raise Error(f"--model {model!r} ({config.model_type}) has no Gated DeltaNet layers; "
@@ -561,14 +561,14 @@ def open_model(model, device="auto", dtype="auto", results="results"):
                     f"{transformers.__version__} cannot run with a cache")
     here = folder or from_hub(huggingface_hub.snapshot_download, model,
                               allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"])
-    try:
+    with reading(f"the tokenizer of --model {model}"):
         tokenizer = AutoTokenizer.from_pretrained(here)
-    except Exception as error:
-        raise Error(f"--model {model}: cannot read its tokenizer: {first_line(error)}") from None
     if not tokenize(tokenizer, "a text"):
         raise Error(f"--model {model!r} has no tokenizer.json beside its config.json")
-    own = config.dtype or whole.dtype or torch.float32
-    dtype = own if dtype == "auto" else getattr(torch, dtype)
+    if dtype == "auto":
+        dtype = config.dtype or whole.dtype or torch.float32
+    else:
+        dtype = getattr(torch, dtype)
     digests = identity(here)
     output = Path(results) / Path(name).name
     for path in sorted(output.glob("**/*.json")):
@@ -588,8 +588,8 @@ def open_model(model, device="auto", dtype="auto", results="results"):
 def identity(folder):
     """What the numbers depend on: eight digits each of the weights, configuration and tokenizer.
 
-    Of some hundred values of every stored tensor, and of the other files: so it hangs neither on
-    --dtype nor on what fits into memory nor on how many files the weights are in.
+    Of some hundred values of every stored tensor: so it hangs neither on --dtype nor on what fits
+    into memory nor on how many files the weights are in.
     """
     weights = []
     for file in weight_files(folder):
@@ -599,11 +599,11 @@ def identity(folder):
                 some = values[::max(values.numel() // 512, 1)].contiguous().view(torch.uint8)
                 weights.append(name.encode() + hashlib.sha256(some.numpy().tobytes()).digest())
     contents = {"weights": sorted(weights)}
-    for part, names in (("config", ("config.json", "generation_config.json")),
-                        ("tokenizer", ("tokenizer.json", "tokenizer_config.json", "vocab.json",
-                                       "merges.txt"))):
-        files = [folder / name for name in names]
-        contents[part] = [file.read_bytes() for file in files if file.exists()]
+    files = {"config": ["config.json", "generation_config.json"],
+             "tokenizer": ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]}
+    for part, names in files.items():
+        contents[part] = [(folder / name).read_bytes() for name in names
+                          if (folder / name).exists()]
     return {part: hashlib.sha256(b"".join(content)).hexdigest()[:8]
             for part, content in contents.items()}
 
@@ -629,23 +629,18 @@ def load_model(run, **placement):
     if not run.environment["device"].startswith("cuda"):            # where fast kernels fail
         for package in ("fla", "causal_conv1d"):
             sys.modules.setdefault(package, None)
-    try:
+    with reading(f"the weights in {run.folder} as its config.json has them: some tensors have "
+                 "other names or shapes, or stand there twice"):
         run.net, info = AutoModelForCausalLM.from_pretrained(
             run.folder, dtype=run.dtype, device_map=run.device, output_loading_info=True,
             ignore_mismatched_sizes=True, **placement)
-    except (ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
-        if "memory" in str(error):
-            raise
-        raise Error(f"transformers {transformers.__version__} cannot load the weights in "
-                    f"{run.folder}: tensors have other names or shapes, or stand there twice, than "
-                    f"its config.json says ({type(error).__name__})") from None
     for key, says in (("missing_keys", "lacks weights that its config.json asks for"),
                       ("mismatched_keys", "has weights of other shapes than its config.json says"),
                       ("unexpected_keys", "has weights that the model would not read")):
-        names = [name if isinstance(name, str) else " ".join(map(str, name)) for name in info[key]]
-        names = [name for name in names if not re.search(r"(^|\.)(visual|vision_\w+|mtp)\.", name)]
+        names = [str(name) for name in info[key]]                   # mismatched: with both shapes
+        names = [name for name in names if not re.search(r"\b(visual|vision_\w+|mtp)\.", name)]
         if names:                               # they would be random, or silently left out
-            raise Error(f"{run.model} {says}: {sorted(names)[0]} ({len(names)} in all)")
+            raise Error(f"{run.model} {says}: {min(names)} ({len(names)} in all)")
     fast = [package for package in ("fla", "causal_conv1d") if sys.modules.get(package)]
     print(f"{run.model}: {len(run.layers)} GDN layers x {run.config.linear_num_value_heads} heads, "
           f"states {run.state[0]} x {run.state[1]}, {run.environment['dtype']} on "
@@ -666,11 +661,8 @@ def tokenize(tokenizer, content):
 
 
 def documents(source, tokenizer, count, tokens):
-    """The first `count` texts with at least `tokens` tokens: [(name, SHA-256, ids [1, tokens])].
-
-    source: "stdlib", "c4", or a path to a .txt, a .jsonl or .jsonl.gz with a "text" field, or a
-    folder of such files. Raises Error, with what was found, if there are too few.
-    """
+    """The first `count` texts of a source with at least `tokens` tokens: [(name, SHA-256, ids
+    [1, tokens])]. Raises Error, with what was found, if there are too few."""
     found, longest, seen = [], 0, 0
     for name, content in source_texts(source):
         seen += 1
@@ -704,7 +696,7 @@ def first_tokens(content, tokenizer, count):
 
 
 def source_texts(source):
-    """(name, text) of every document of a source, in an order that is the same for everybody."""
+    """(name, text) of every document of --documents, in an order that is the same for everybody."""
     path = Path(os.path.expanduser(source))
     if source == "stdlib":
         for file in stdlib_files(held_out=True):
@@ -736,7 +728,7 @@ def read_text(path):
 def jsonl_texts(path, name):
     """(name:line, text) of a .jsonl file, gzipped or not, whose lines have a "text"."""
     opened = gzip.open if path.name.lower().endswith(".gz") else open
-    number = 0
+    number = 1
     try:
         with opened(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
@@ -746,11 +738,9 @@ def jsonl_texts(path, name):
                     raise ValueError(f"it has {has}"[:200])
                 if row["text"]:
                     yield f"{name}:{number}", row["text"].encode(errors="replace").decode()
-    except (ValueError, RecursionError) as error:
-        raise Error(f'{path}, at line {max(number, 1)}: not JSON lines with a "text" that is text '
-                    f"({first_line(error)})") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise Error(f"{path} is no whole gzip file: {first_line(error)}") from None
+    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise Error(f'{path}, at line {number}: not JSON lines with a "text" that is text, gzipped '
+                    f"if so named ({first_line(error)})") from None
 
 
 def stdlib_files(held_out):
@@ -803,10 +793,10 @@ def open_results(run, stem, arguments, depends, texts=(), cut=None, **more):
     <stem>.keep=random.json. depends: all that the numbers depend on, beside the environment, the
     documents (texts) and the cut. Raises Error where the file was made with something else.
     """
-    tokens = depends.get("tokens") or depends["length"]
-    if tokens > run.config.max_position_embeddings:
-        print(f"warning: {run.model} is made for at most {run.config.max_position_embeddings} "
-              f"tokens (max_position_embeddings) and will read {tokens}", file=sys.stderr)
+    tokens, most = depends.get("tokens") or depends["length"], run.config.max_position_embeddings
+    if tokens > most:
+        print(f"warning: {run.model} is made for at most {most} tokens (max_position_embeddings) "
+              f"and will read {tokens}", file=sys.stderr)
     script = stem.partition("/")[0]
     defaults = {"heads": "all", "keep": "top", "store": "float32", "segment": 256, "data": None}
     for key, default in defaults.items():
@@ -815,7 +805,8 @@ def open_results(run, stem, arguments, depends, texts=(), cut=None, **more):
     path = run.output / f"{stem}.json"
     depends = {**run.environment, **depends}
     if cut:
-        depends |= {"keep": cut.keep, "store": cut.store, "heads": cut.heads.nonzero().tolist()}
+        depends |= {"keep": cut.keep, "store": cut.store,
+                    "heads, which 02_decay.json chooses,": cut.heads.nonzero().tolist()}
         more["heads_cut"] = [int(cut.heads.sum()), cut.heads.numel()]
         more["bytes"] = {rank: bytes_stored(*run.state, rank, cut.store)
                          for rank in depends["ranks"]}
@@ -832,13 +823,9 @@ def open_results(run, stem, arguments, depends, texts=(), cut=None, **more):
     made = read_results(path)
     again = "to go on; delete it, or give another --results, to start over"
     for key, now in record["depends"].items():
-        before = made["depends"].get(key)
-        if before != now and key == "heads":
-            raise Error(f"{path} was made with other heads ({len(before)}) than 02_decay.json now "
-                        f"chooses ({len(now)}): run it with the same horizons {again}")
-        if before != now:
-            raise Error(f"{path} was made with {key} {before}, not {now}: run it with the same "
-                        f"{again}")
+        if made["depends"].get(key) != now:
+            raise Error(f"{path} was made with {key} {str(made['depends'].get(key))[:99]}, not "
+                        f"{str(now)[:99]}: run it with the same {again}")
     for item, (name, sha, _) in zip(made["items"], texts):
         if item["sha256"] != sha:
             raise Error(f"{path} holds another document than {name}: run it with the same "
@@ -851,8 +838,7 @@ def start(run, path, left, tokens):
     if not left:
         print(f"{path} is complete", file=sys.stderr)
         return
-    if run.net is None:
-        load_model(run)
+    load_model(run)
     print(f"{path}: {left} to measure", file=sys.stderr)
     run.bar = tqdm(total=tokens, unit="token", unit_scale=True)
     run.began, run.cutting = time.perf_counter(), 0.0
@@ -869,12 +855,12 @@ def add_item(run, path, record, item):
     there = read_results(path)["items"] if path.exists() else []
     if there != record["items"]:
         raise Error(f"{path} was changed by another run: this one stops, and leaves it as it is")
+    record["items"].append(item)
     try:
-        record["items"].append(json.loads(json.dumps(item, allow_nan=False)))
+        content = json.dumps(record, allow_nan=False) + "\n"
     except ValueError:
         raise Error(f"a result for {path} is NaN or infinite, so it was not written: the model has "
                     "overflowed (if it ran in half precision, try --dtype float32)") from None
-    content = json.dumps(record) + "\n"
     write_whole(path, lambda temporary: temporary.write_text(content, encoding="utf-8"))
 
 
@@ -911,9 +897,11 @@ def check_ranks(run, ranks, default, store="float32"):
 
 
 def mean_se(values):
-    """Mean and standard error (ddof=1), which is None for a single value."""
+    """Mean and standard error (ddof=1), which is None for a single value, and 0 of equal ones."""
     x = torch.tensor(values, dtype=torch.float64)
-    return x.mean().item(), (x.std() / len(x) ** 0.5).item() if len(x) > 1 else None
+    if len(x) == 1:
+        return x.item(), None
+    return x.mean().item(), ((x - x[0]).std() / len(x) ** 0.5).item()
 
 
 def with_error(values):

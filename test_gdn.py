@@ -17,6 +17,7 @@ import threading
 import typing
 from pathlib import Path
 from random import Random
+from statistics import mean, stdev
 from types import SimpleNamespace
 
 import numpy as np
@@ -753,10 +754,11 @@ def test_random_modes_are_drawn_anew_at_each_boundary_and_in_each_document(monke
     assert seeds[:3] == seeds[3:6] == seeds[6:9] and len(set(seeds)) == 6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kl_over_248320_words_is_exact_down_to_a_billionth_and_never_negative(dtype):
+@pytest.mark.parametrize("dtype, peaked", [(torch.float32, 3), (torch.float32, 12),
+                                           (torch.bfloat16, 3)])
+def test_the_kl_over_248320_words_is_exact_down_to_a_billionth_and_never_negative(dtype, peaked):
     W, noise = 248_320, [1.0, 1e-2, 1e-4, 4.5e-5] if dtype == torch.float32 else [1.0, 0.1]
-    full = 3 * normal(9, W, dtype=torch.float32)
+    full = peaked * normal(9, W, dtype=torch.float32)
     change = normal(9, W, seed=1, dtype=torch.float32)
     rows = [full, full, full + 5 + 0.1 * change, *(full + x * change for x in noise)]
     logits = torch.stack(rows).to(dtype)                                    # [row, token, word]
@@ -768,10 +770,10 @@ def test_the_kl_over_248320_words_is_exact_down_to_a_billionth_and_never_negativ
         log_p, log_full = (x.double().log_softmax(-1) for x in (row, logits[0]))
         kl = (log_full.exp() * (log_full - log_p)).sum(-1).numpy()
         np.testing.assert_allclose(found[0], -log_p[range(9), targets].numpy(), rtol=1e-6)
-        np.testing.assert_allclose(found[1], kl, rtol=1e-4, atol=2e-12)
+        np.testing.assert_allclose(found[1], kl, rtol=1e-4, atol=1e-14)
         assert found[2].tolist() == (row.argmax(-1) == logits[0].argmax(-1)).tolist()
     if dtype == torch.float32:
-        assert 0.5e-9 < got[1, -1].mean() < 2e-9
+        assert 1e-10 < got[1, -1].mean() < 2e-9
 
 
 def test_loss_kl_and_agreement_are_those_of_a_float64_softmax():
@@ -952,7 +954,7 @@ def test_what_is_no_gdn_model_or_lacks_a_part_is_refused_with_its_reason(tmp_pat
     edit(alone / "config.json", layer_types=["linear_attention"] * 3)
     for model, words in ((tmp_path / "llama", "no Gated DeltaNet layers"),
                          (small / "x/y", "hub id"), (alone, "GDN layers alone"),
-                         (tmp_path, "cannot read its config.json")):
+                         (tmp_path, "cannot read the config.json")):
         with pytest.raises(gdn.Error, match=words):
             gdn.open_model(str(model))
     for device in ("warp", "cuda:99", "meta"):
@@ -975,7 +977,7 @@ A_LOG = "model.layers.1.linear_attn.A_log"
 
 @pytest.mark.parametrize("change, words", [
     (lambda x: x.pop(A_LOG), f"lacks weights.*: {A_LOG}"),
-    (lambda x: x.update({A_LOG: torch.ones(5)}), rf"other shapes.*: {A_LOG}.*\[5\].*\[4\]"),
+    (lambda x: x.update({A_LOG: torch.ones(5)}), rf"other shapes.*{A_LOG}.*\[5\].*\[4\]"),
     (lambda x: x.update({A_LOG + "_scale_inv": torch.ones(1)}), f"not read: {A_LOG}_scale_inv"),
     (lambda x: x.update({"model.visual.patch.weight": torch.ones(1), "mtp.fc.weight": torch.ones(1),
                          "model.vision_tower.fc.weight": torch.ones(1)}), None)])
@@ -1166,8 +1168,8 @@ BAD = {"bad.jsonl": [(b'{"text": "fine"}\n' + line, "bad.jsonl, at line 2.*" + s
                      for line, says in ((b"{", ""), (b"[1]", "list"), (b'{"a": 1, "txt": 2}',
                                         "has a, txt"), (b'{"text": null}', "text"),
                                         (b'{"text": 3}', ""), (b"[" * 100_000, ""))],
-       "bad.jsonl.gz": [(WHOLE[:-9], "no whole gzip"), (WHOLE[:30] + bytes(9) + WHOLE[39:], "gzip"),
-                        (b'{"text": "fine"}\n', "no whole gzip"), (gzip.compress(b"\xff"), "line")],
+       "bad.jsonl.gz": [(WHOLE[:-9], "gzipped if so named"), (WHOLE[:30] + bytes(9) + WHOLE[39:], "gzip"),
+                        (b'{"text": "fine"}\n', "gzipped if so named"), (gzip.compress(b"\xff"), "line")],
        "bad.parquet": [(b"PAR1\xff\xfe\x00", "bad.parquet as UTF-8.*convert it")],
        "bad.txt": [(b"\xff\xfe\x00", "bad.txt as UTF-8")]}
 
@@ -1483,7 +1485,7 @@ def test_a_run_does_not_go_on_with_other_heads_when_02_has_other_horizons(start)
             path = start(loss, heads="over-9", docs=1)
             before = path.read_bytes()
         else:
-            with pytest.raises(gdn.Error, match="other heads .* than 02_decay.json now"):
+            with pytest.raises(gdn.Error, match=r"02_decay.json chooses, \[\[0, 1\]\], not \[\[0, 0\]\]"):
                 start(loss, heads="over-9", docs=2)
     assert path.read_bytes() == before and json.loads(before)["heads_cut"] == [1, 8]
 
@@ -1517,7 +1519,8 @@ def test_a_mean_and_its_standard_error_have_ddof_1_and_are_shown_to_its_digits()
             (1.0, 2.0, 6.0): "+3.0 ± 1.5", (0.005, 0.006): "+0.00550 ± 0.00050",
             (0.00123, 0.0011): "+0.001165 ± 0.000065", (100.0, 0.0, 0.0): "+33 ± 33",
             (1e-9, 3e-9): "+2.0e-09 ± 1.0e-09", (-10.0, -35.0): "-22 ± 12",
-            (0.0, 0.0): "+0 (none of 2)", (-5.0,): "-5 (all of 1)"}.items():
+            (0.0, 0.0): "+0 (none of 2)", (-5.0,): "-5 (all of 1)",
+            (0.1, 0.1, 0.1): "+0.1 (all of 3)"}.items():
         assert gdn.with_error(values) == shown
 
 
@@ -2019,17 +2022,23 @@ def test_the_table_of_03_shows_each_ranks_own_bytes_change_kl_and_agreement(caps
 
 # ---- the report, from result files written by hand ----------------------------------------------
 
-def write_result(root, model, file, script_name, items, arguments=None, **more):
-    """A result file of a model of 2 GDN layers x 2 heads with 8 x 8 states."""
-    record = {"script": script_name, "model": model, "layers": [0, 1], "state": [8, 8],
-              "shape": {"layers": 3, "hidden": 16, "heads": 2},
-              "arguments": {"documents": "c4", "tokens": 16384, "segment": 256,
-                            "ranks": [48, 12, 0], "keep": "top", "heads": "all", "seed": 0,
-                            "data": None, "store": "float32", "samples": len(items),
-                            "docs": len(items), **(arguments or {})},
-              "depends": {}, "bytes": {"48": 512, "12": 768, "0": 0},
+def write_result(root, model, file, items, arguments=None, **more):
+    """A result file of a model of 2 GDN layers x 2 heads with 64 x 64 states."""
+    script = re.match(r"\d\d_[a-z]+", file)[0]
+    record = {"script": script, "model": model, "layers": [0, 2], "state": [64, 64],
+              "shape": {"layers": 3, "hidden": 16, "heads": 2}, "depends": {}, "heads_cut": [4, 4],
+              "arguments": {"documents": "c4", "docs": len(items), "tokens": 16384, "segment": 256,
+                            "ranks": [48, 12, 0], "device": "auto", **(arguments or {})},
               "environment": {"torch": "2", "transformers": "5", "device": "cpu",
-                              "dtype": "float32", "weights": "0"}, "heads_cut": [4, 4], **more}
+                              "dtype": "float32", "weights": "0"}, **more}
+    if script in ("03_loss", "04_ruler"):
+        record["arguments"] = {"keep": "top", "heads": "all", "store": "float32",
+                               **record["arguments"]}
+    if script == "04_ruler":
+        for key in ("documents", "docs", "tokens"):
+            del record["arguments"][key]
+        record["arguments"] = {"samples": len(items), "seed": 7, "data": None,
+                               **record["arguments"]}
     record["items"] = [{"seconds": {"total": 2.0, "truncate": 0.5}, **item} for item in items]
     path = root / Path(model).name / file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -2037,49 +2046,347 @@ def write_result(root, model, file, script_name, items, arguments=None, **more):
     return record
 
 
-HEADS = [[1.0, 2.0], [3.0, 4.0]]
+def plus(heads, amount):
+    return (np.array(heads) + amount).tolist()
 
 
 def spectrum_items():
-    by_rank = {"48": HEADS, "12": [[0.9, 0.8], [0.7, 0.6]], "0": HEADS}
-    item = {"positions": [256, 512], "effective_rank": [HEADS, [[3.0, 4.0], [5.0, 6.0]]],
-            "effective_rank_null": [[[5.0, 2.5], [9.0, 9.0]]] * 2,
-            "spectrum": [[[0.7, 0.3]] * 2] * 2, "energy": by_rank, "overlap": by_rank,
-            "readout": {**by_rank, "12": [[0.5, 0.4], [0.3, 0.2]]}}
-    return [item, {**item, "overlap_other": by_rank}]
+    """Two documents; every quantity has values of its own, the second document its own too."""
+    first, null = [[1.0, 2.0], [3.0, 4.0]], [[2.0, 9.0], [8.0, 10.0]]
+    later = [[3.0, 4.0], [5.0, 9.0]]
+    items = []
+    for more in (0, 1):
+        item = {"positions": [256, 512],
+                "effective_rank": [plus(first, more), plus(later, more)],
+                "effective_rank_null": [plus(null, more / 2), plus(null, more / 2)],
+                "spectrum": plus([[[0.5, 0.3, 0.1], [0.6, 0.2, 0.15]],
+                                  [[0.7, 0.19, 0.01], [0.8, 0.12, 0.05]]], more / 50)}
+        for key, of_heads, step in (("energy", [[0.9, 0.8], [0.7, 0.5]], -0.02),
+                                    ("readout", [[0.6, 0.55], [0.4, 0.2]], 0.02),
+                                    ("overlap", [[0.3, 0.31], [0.34, 0.45]], 0.04),
+                                    ("overlap_other", [[0.2, 0.22], [0.1, 0.3]], 0.01)):
+            if more or key != "overlap_other":
+                item[key] = {"12": plus(of_heads, step * more), "48": plus(of_heads, 0.05)}
+        items.append(item)
+    return items
 
 
-def loss_items():
-    found = []
-    for full, at_12, at_0 in ((2.0, 2.1, 3.0), (3.0, 3.3, 4.0)):
-        found.append({"loss": {"full": full, "48": full, "12": at_12, "0": at_0},
-                      "kl": {"48": 0.0, "12": 0.02, "0": 0.5},
-                      "agree": {"48": 1.0, "12": 0.75, "0": 0.5},
-                      "after": {"full": [full, 1.0], "48": [full, 1.0], "12": [full, 1.5],
-                                "0": [full, 3.0]}})
-    return found
+def loss_items(kl, change, agree=(0.96, 0.8, 0.6)):
+    """Up to three documents: kl and change {rank: [of each document]}."""
+    items = []
+    for i, full in enumerate((2.0, 2.6, 3.5)[:len(kl[min(kl)])]):
+        item = {"loss": {"full": full}, "kl": {}, "agree": {}, "after": {"full": [full, 1.0, 2.0]}}
+        for n, rank in enumerate(kl):
+            item["loss"][rank] = full + change[rank][i]
+            item["kl"][rank] = kl[rank][i]
+            item["agree"][rank] = agree[n % 3] + i / 100
+            item["after"][rank] = [full, 1 + change[rank][i] * 2, 2 + change[rank][i] / 2]
+        items.append(item)
+    return items
 
 
-def task_items(changes):
-    return [{"references": ["a"], "outputs": {}, "scores": {
-        "full": 50.0, "48": 50.0, "12": 50.0 + change, "0": 0.0}} for change in changes]
+KL = {"48": [1e-4, 3e-4, 8e-4], "12": [0.02, 0.03, 0.07], "0": [0.4, 0.5, 0.9]}
+CHANGE = {"48": [0.01, -0.02, -0.08], "12": [0.1, 0.2, 0.6], "0": [1.0, 2.0, 4.5]}
+KL8 = {"64": [1e-5, 3e-5, 8e-5], "12": [0.03, 0.05, 0.1], "0": [0.4, 0.5, 0.9]}
+CHANGE8 = {"64": [0.001, 0.002, 0.009], "12": [0.2, 0.3, 0.7], "0": [1.0, 2.0, 4.5]}
+SCORES = {"full": [50, 40, 90, 80], "48": [50, 40, 90, 80], "12": [100, 10, 50, 60],
+          "0": [0, 0, 20, 10]}
+
+
+def task_items(scores):
+    n = len(scores["full"])
+    return [{"scores": {rank: float(scores[rank][i]) for rank in scores}} for i in range(n)]
+
+
+def write_task(root, model, task, length, scores, variant="", **arguments):
+    made = {"task": task, "length": length, "ranks": sorted(map(int, list(scores)[1:]))[::-1],
+            **arguments}
+    return write_result(root, model, f"04_ruler/{task}_{length}{variant}.json",
+                        task_items(scores), made)
 
 
 def write_model(root, model="a/model"):
-    write_result(root, model, "01_spectrum.json", "01_spectrum", spectrum_items())
-    log_a = [[-1 / 5000, -1 / 100], [-1 / 256, -1.0]]
-    items = [{"log_a": log_a, "write_strength": HEADS}] * 2
-    write_result(root, model, "02_decay.json", "02_decay", items)
-    write_result(root, model, "03_loss.json", "03_loss", loss_items(), after_bins=[0, 256],
-                 after_counts=[256, 10])
-    for length, changes in ((4096, [0, 0, 0]), (65536, [50, -50, -50, 0])):
-        write_result(root, model, f"04_ruler/vt_{length}.json", "04_ruler", task_items(changes),
-                     {"task": "vt", "length": length})
+    log_a = np.array([[-1 / 5000, -1 / 4200], [-1 / 300, -1 / 256]])
+    write_result(root, model, "01_spectrum.json", spectrum_items(), {"ranks": [48, 12]})
+    write_result(root, model, "02_decay.json", [{"log_a": (log_a * 0.5).tolist()},
+                                                {"log_a": (log_a * 1.5).tolist()}])
+    bins = {"after_bins": [0, 1, 256], "after_counts": [256, 1, 255]}
+    write_result(root, model, "03_loss.json", loss_items(KL, CHANGE), **bins,
+                 bytes={"48": 24576, "12": 6144, "0": 0})
+    for keep, items in (("top", loss_items(KL8, CHANGE8, (0.9, 0.7, 0.5))), ("read", loss_items(
+            {**KL8, "12": [0.03, 0.04, 0.05]}, {**CHANGE8, "12": [0.2, 0.4, 0.5]},
+            (0.9, 0.75, 0.4)))):
+        file = f"03_loss.{'keep=read.' if keep == 'read' else ''}store=int8.json"
+        write_result(root, model, file, items, {"ranks": [64, 12, 0], "keep": keep,
+                                                "store": "int8"}, **bins,
+                     bytes={"64": 4224, "12": 1584, "0": 0})
+    write_result(root, model, "03_loss.heads=over-256.json", loss_items(KL, CHANGE)[:2],
+                 {"heads": "over-256"}, heads_cut=[2, 4], bytes={"48": 24576, "12": 6144, "0": 0},
+                 **bins)
+    write_task(root, model, "vt", 65536, SCORES)
+    write_task(root, model, "vt", 1100, {**SCORES, "12": [70, 60, 100, 99]}, samples=9)
+    write_task(root, model, "vt", 600, {"full": [75.0], "12": [70.0], "0": [5.0]})
+    write_task(root, model, "cwe", 65536, {"full": [30, 20, 31], "32": [10, 15, 11],
+                                           "12": [9, 9, 10]})
+    write_task(root, model, "niah_multikey_2", 4000, {"full": [100, 100], "32": [100, 100],
+                                                      "12": [100, 0]})
+    write_task(root, model, "vt", 65536, {**SCORES, "12": [1, 2, 3, 5]}, ".data=own", data="/x/own")
+    write_task(root, model, "vt", 65536, {**SCORES, "12": [5, 3, 2, 2]}, ".keep=random",
+               keep="random")
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    root = tmp_path_factory.mktemp("results")
+    write_model(root)
+    figures, close = {}, report.plt.close
+    order = iter([panel.__name__[:-6] for panel, *_ in report.FIGURES])
+    report.plt.close = lambda figure: figures.update({next(order): figure})
+    report.plt.rcParams["savefig.dpi"] = 50
+    report.main(results=str(root))
+    report.plt.close = close
+    return (root / "report.md").read_text(), figures, root
+
+
+# Every number was worked out by hand from the items above.
+PAGE = """\
+# How much of the Gated DeltaNet state do these models depend on?
+- **model**: with 12 of 64 modes (all heads, top modes; 3 documents of 16,384 tokens) the loss in \
+nats changes by +0.30 ± 0.15 (12% of rank 0), and 81.0% of the most likely tokens stay; the \
+smallest coding with a KL of at most 0.001 nats is int8, whole state: 4,224 bytes a head, KL 4e-05 \
+(3 documents of 16,384 tokens); 2 of 4 heads have a horizon over 4,096 tokens, 25% one of at most \
+256; 12 modes move 3 of 5 scores (by over two standard errors where samples differ), each of a \
+task at a length and of 1 or more samples: in points, vt at 600 -5 (all of 1), vt at 1,100 +17.2 ± \
+2.4, cwe at 65,536 -17.7 ± 3.3.
+Missing, unfinished or mixed:
+- model/04\\_ruler/vt\\_1100.json: 4 of 9 samples, unfinished
+## The post's claims
+| claim | the post says | model |
+| heads with a decay horizon over 4,096 tokens | 48 of 288 | 2 of 4 |
+| heads that largely forget within 256 tokens: horizon at most 256 | 61% | 25% |
+| effective rank of the heads with a horizon over 4,096 | 30 to 47 | 2 to 4; below what random \
+keys give in 1 of 2; of all heads, 3 of 4 are below |
+| change in loss, 48 modes kept | -0.0001 ± 0.0010 nats | -0.030 ± 0.026 nats (all heads, top \
+modes; 3 documents of 16,384 tokens) |
+| change in loss, 12 modes kept | +0.005 nats | +0.30 ± 0.15 nats (all heads, top modes; 3 \
+documents of 16,384 tokens) |
+| multikey needles, 32 and 12 modes kept | at baseline with 32 at 16K, 64K and 128K; no measurable \
+decline with 12 | 4,000 tokens (all heads, top modes; 2 samples): full state 100, rank 32 +0 (none \
+of 2), rank 12 -50 ± 50 |
+| frequent words (fwe), 32 and 12 modes kept | no noticeable decline | not run |
+| variable tracking (vt) at 64K, 32 to 12 modes kept | +8 to +19 points, errors 3 to 5 | 65,536 \
+tokens (all heads, top modes; 4 samples): full state 65, rank 12 -10 ± 20<br>65,536 tokens (data \
+own; 4 samples): full state 65, rank 12 -62 ± 11 |
+| common words (cwe) at 64K, 32 modes kept | full state 27; -18 points | 65,536 tokens (all heads, \
+top modes; 3 samples): full state 27, rank 32 -15.0 ± 5.0 |
+- model: another model; 01\\_spectrum: --docs 2; 02\\_decay: --docs 2; 03\\_loss: --docs 3; \
+04\\_ruler: lengths 600, 1100, 4000, samples from 1, our wording, not RULER's
+## Next-token loss
+**model**: all heads, top modes; 3 documents of 16,384 tokens
+| rank | change in loss, nats | KL, nats | same token |
+| full | 2.7000 nats |  |  |
+| 48 | -0.030 ± 0.026 (-1% of rank 0) | 0.00040 ± 0.00021 | 97.0% |
+| 12 | +0.30 ± 0.15 (12% of rank 0) | 0.040 ± 0.015 | 81.0% |
+| 0 | +2.5 ± 1.0 | 0.60 ± 0.15 | 61.0% |
+**model**: heads over-256 (2 of 4); 2 documents of 16,384 tokens
+| rank | change in loss, nats | KL, nats | same token |
+| full | 2.3000 nats |  |  |
+| 48 | -0.005 ± 0.015 (0% of rank 0) | 0.00020 ± 0.00010 | 96.5% |
+| 12 | +0.150 ± 0.050 (10% of rank 0) | 0.0250 ± 0.0050 | 80.5% |
+| 0 | +1.50 ± 0.50 | 0.450 ± 0.050 | 60.5% |
+## What a byte of the state buys
+**model**: 7 of 7 codings
+| bytes a head | stored | KL, nats | change in loss, nats | same token | front | over |
+| 0 | nothing | 0.60 ± 0.15 | +2.5 ± 1.0 | 61.0% | front | 3 documents of 16,384 tokens |
+| 1,584 | int8, 12 read modes | 0.0400 ± 0.0058 | +0.367 ± 0.088 (15% of rank 0) | 76.0% | front | \
+3 documents of 16,384 tokens |
+| 1,584 | int8, 12 top modes | 0.060 ± 0.021 | +0.40 ± 0.15 (16% of rank 0) | 71.0% |  | 3 \
+documents of 16,384 tokens |
+| 4,224 | int8, whole state | 0.000040 ± 0.000021 | +0.0040 ± 0.0025 (0% of rank 0) | 91.0% | \
+front | 3 documents of 16,384 tokens |
+| 6,144 | float32, 12 top modes | 0.040 ± 0.015 | +0.30 ± 0.15 (12% of rank 0) | 81.0% |  | 3 \
+documents of 16,384 tokens |
+| 16,384 | untouched, float32 | 0 | 0 | 100% | front | 3 documents of 16,384 tokens |
+| 24,576 | float32, 48 top modes | 0.00040 ± 0.00021 | -0.030 ± 0.026 (-1% of rank 0) | 97.0% |  | \
+3 documents of 16,384 tokens |
+## Tasks
+| model | task | length | truncated | full state | rank 48 | rank 32 | rank 12 | rank 0 |
+| model | vt | 600 | all heads, top modes; 1 sample | 75.0 |  |  | -5 (all of 1), 0 up 1 down | \
+-70 (all of 1), 0 up 1 down |
+| model | vt | 1,100 | all heads, top modes; 4 of 9 samples, unfinished | 65.0 | +0 (none of 4) |  \
+| +17.2 ± 2.4, 4 up 0 down | -57.5 ± 7.5, 0 up 4 down |
+| model | niah\\_multikey\\_2 | 4,000 | all heads, top modes; 2 samples | 100.0 |  | +0 (none of \
+2) | -50 ± 50, 0 up 1 down |  |
+| model | cwe | 65,536 | all heads, top modes; 3 samples | 27.0 |  | -15.0 ± 5.0, 0 up 3 down | \
+-17.7 ± 3.3, 0 up 3 down |  |
+| model | vt | 65,536 | all heads, top modes; 4 samples | 65.0 | +0 (none of 4) |  | -10 ± 20, 1 \
+up 3 down | -57.5 ± 7.5, 0 up 4 down |
+| model | vt | 65,536 | data own; 4 samples | 65.0 | +0 (none of 4) |  | -62 ± 11, 0 up 4 down | \
+-57.5 ± 7.5, 0 up 4 down |
+| model | vt | 65,536 | keep random; 4 samples | 65.0 | +0 (none of 4) |  | -62 ± 12, 0 up 4 down \
+| -57.5 ± 7.5, 0 up 4 down |
+## Heads
+| model | over | effective rank: least, median, most of the heads | mean | with random keys | r | \
+energy in the top r | of what is read | overlap with the boundary before | with another document |
+| model | all heads; 2 documents of 16,384 tokens | 2.5, 4.0, 7.0 of 64 | 4.38 ± 0.50 | 7.50 ± \
+0.25 | 12 | 0.715 ± 0.010 | 0.447 ± 0.010 | 0.370 ± 0.020 | 0.215 (all of 1) |
+"""
+
+
+def unwrapped(page):
+    """The lines of a page up to its runs, without figures, rules and the fixed notes."""
+    left_out = r"!|\*[^*]|\| ---|Truncated states|The post measured|What crosses|$"
+    lines = page.partition("## Runs")[0].splitlines()
+    return [line for line in lines if not re.match(left_out, line)]
+
+
+def test_the_page_says_what_the_items_hold_word_by_word(shown):
+    page, _, root = shown
+    assert unwrapped(page) == unwrapped(PAGE)
+    for line in (
+            "- model (a/model)",
+            "02\\_decay.json: 2 documents of 16,384 tokens, from c4, segment 256, float32 on cpu; "
+            "4 s, of these 1 at boundaries",
+            "vt\\_1100.json: 4 of 9 samples, unfinished, seed 7, segment 256, float32 on cpu; 8 s, "
+            "of these 2 at boundaries",
+            "vt\\_65536.data=own.json: 4 samples, from /x/own, segment 256, float32 on cpu; 8 s"):
+        assert line in page.partition("## Runs")[2], line
+    names = [panel.__name__.removesuffix("_panel") for panel, *_ in report.FIGURES]
+    assert re.findall(r"\]\((.*)\.png\)", page) == names
+    assert all((root / f"{name}.png").stat().st_size > 5000 for name in names)
+
+
+def read_back(ax):
+    """{label: points (x, y) or (x, y, error)} of a panel; what is unlabelled, by its number."""
+    found = {}
+    for bars in ax.containers:
+        ends = [segment[:, 1] for segment in bars[2][0].get_segments()]
+        found[len(found) if bars.get_label() == "_nolegend_" else bars.get_label()] = [
+            (x, y, (high - low) / 2) for (x, y), (low, high) in zip(bars[0].get_xydata(), ends)]
+    for line in () if found else ax.lines:
+        label = line.get_label()
+        found[len(found) if label.startswith("_") else label] = line.get_xydata().tolist()
+    return found
+
+
+def m(x, *numbers):
+    """A point at x: the mean of the numbers and its standard error."""
+    return x, mean(numbers), stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else 0
+
+
+DOCUMENTS = "3 documents of 16,384 tokens"
+BOTH = {"": f"all heads, top modes; {DOCUMENTS}",
+        "heads": "heads over-256 (2 of 4); 2 documents of 16,384 tokens"}
+HEADS = "model\nall heads; 2 documents of 16,384 tokens"
+FULL, LAST = SCORES["full"], [-50, -40, -70, -70]
+PANELS = {  # (figure, number): title, labels of x and y, ticks of x, what is drawn
+    ("loss", 0): ("model", "modes kept per head, r", "change in loss, nats (linear up to 0.01)",
+                  ["48", "12", "0"],
+                  {BOTH[""]: [m(i - 0.03, *CHANGE[r]) for i, r in enumerate(CHANGE)],
+                   BOTH["heads"]: [m(i + 0.03, *CHANGE[r][:2]) for i, r in enumerate(CHANGE)]}),
+    ("kl", 0): ("model", "modes kept per head, r", "KL from the untouched model, nats",
+                ["48", "12", "0"],
+                {BOTH[""]: [m(i - 0.03, *KL[r]) for i, r in enumerate(KL)],
+                 BOTH["heads"]: [m(i + 0.03, *KL[r][:2]) for i, r in enumerate(KL)]}),
+    ("after", 0): (f"model\n{BOTH['']}", "tokens since the boundary", "change in loss, nats",
+                   ["first\nsegment", "0", "1-255"],
+                   {f"rank {r}": [(0, 0, 0), m(1, *(2 * x for x in CHANGE[r])),
+                                  m(2, *(x / 2 for x in CHANGE[r]))] for r in CHANGE}),
+    ("bytes", 0): ("model", "bytes carried per head", "KL from the untouched model, nats",
+                   ["0", "1,024", "4,096", "16,384", "65,536"],
+                   {f"float32, top modes; {DOCUMENTS}": [m(24576, *KL["48"]), m(6144, *KL["12"]),
+                                                         m(256, *KL["0"])],
+                    1: [m(4224, *KL8["64"])],
+                    f"int8, read modes; {DOCUMENTS}": [m(1584, 0.03, 0.04, 0.05),
+                                                       m(256, *KL8["0"])],
+                    3: [m(4224, *KL8["64"])],
+                    f"int8, top modes; {DOCUMENTS}": [m(1584, *KL8["12"]), m(256, *KL8["0"])]}),
+    ("tasks", 0): ("model, 600 tokens", "modes kept per head, r", "change in score, points",
+                   ["12", "0"], {"vt, 1 sample; full state 75": [m(0, -5), m(1, -70)]}),
+    ("tasks", 3): ("model, 65,536 tokens", "modes kept per head, r", "change in score, points",
+                   ["48", "32", "12", "0"],
+                   {"cwe, 3 samples; full state 27": [m(0.97, -20, -5, -20),
+                                                      m(1.97, -21, -11, -21)],
+                    "vt, 4 samples; full state 65": [
+                        m(0.03, 0, 0, 0, 0), m(2.03, 50, -30, -40, -20), m(3.03, *LAST)]}),
+    ("tasks", 4): ("model, 65,536 tokens\ndata own", "modes kept per head, r", "", None, None),
+    ("tasks", 5): ("model, 65,536 tokens\nkeep random", "modes kept per head, r", "",
+                   ["48", "12", "0"], {"vt, 4 samples; full state 65": [
+                       m(0, 0, 0, 0, 0), m(1, -45, -37, -88, -78), m(2, *LAST)]}),
+    ("lengths", 0): ("model, vt", "length, tokens", "score, points",
+                     ["600\n(1 sample)", "1,100\n(4 of 9 samples,\nunfinished)",
+                      "65,536\n(4 samples)"],
+                     {"full state": [m(0, 75), m(1, *FULL), m(2, *FULL)],
+                      "rank 12": [m(0, 70), m(1, 70, 60, 100, 99), m(2, 100, 10, 50, 60)],
+                      "rank 0": [m(0, 5), m(1, 0, 0, 20, 10), m(2, 0, 0, 20, 10)]}),
+    ("horizon", 0): (HEADS, "decay horizon, tokens", "effective rank", None,
+                     {0: [(5000, 2.5), (5000, 2.25)], 1: [(4200, 3.5), (4200, 9.25)],
+                      2: [(5000, 2.25), (4200, 9.25)], "layer 0": [(5000, 2.5), (4200, 3.5)],
+                      4: [(300, 4.5), (300, 8.25)], 5: [(256, 7), (256, 10.25)],
+                      6: [(300, 8.25), (256, 10.25)], "layer 2": [(300, 4.5), (256, 7)],
+                      8: [(256, 0), (256, 1)], 9: [(4096, 0), (4096, 1)], 10: [(0, 64), (1, 64)]}),
+    ("along", 0): (HEADS, "tokens read", "effective rank", None,
+                   {"horizon over 256 tokens (heads: 3)": [(256, 2.5), (512, 4.5)],
+                    "horizon at most 256 tokens (heads: 1)": [(256, 4.5), (512, 9.5)]}),
+    ("readout", 0): (HEADS, "share of energy beyond 12 modes", "share of what is read beyond them",
+                     None, {"layer 0": [(0.11, 0.39), (0.21, 0.44)],
+                            "layer 2": [(0.31, 0.59), (0.51, 0.79)], 2: [(0.1, 0.1), (1, 1)]}),
+    ("spectra", 0): (HEADS, "mode j", "singular value / sum of them", None,
+                     {"layer 0": [(1, 0.51), (2, 0.31), (3, 0.11)],
+                      1: [(1, 0.61), (2, 0.21), (3, 0.16)],
+                      "layer 2": [(1, 0.71), (2, 0.2), (3, 0.02)],
+                      3: [(1, 0.81), (2, 0.13), (3, 0.06)]})}
+
+
+@pytest.mark.parametrize("name, number", PANELS)
+def test_every_panel_shows_what_the_items_hold(shown, name, number):
+    title, x, y, ticks, lines = PANELS[name, number]
+    ax = shown[1][name].axes[number]
+    assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == (title, x, y)
+    if ticks:
+        assert [label.get_text() for label in ax.get_xticklabels()] == ticks
+    if lines:
+        found = read_back(ax)
+        assert list(found) == list(lines)
+        for label in lines:
+            assert np.allclose(found[label], lines[label]), label
+        shown_labels = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert shown_labels == [label for label in lines if isinstance(label, str)]
+
+
+def test_axes_span_what_they_show_and_marks_tell_what_they_are(shown):
+    axes = {name: figure.axes[0] for name, figure in shown[1].items()}
+    scales = {name: (ax.get_xscale(), ax.get_yscale()) for name, ax in axes.items()}
+    assert scales == {
+        "loss": ("linear", "symlog"), "kl": ("linear", "log"), "after": ("linear", "linear"),
+        "bytes": ("log", "log"), "tasks": ("linear", "linear"), "lengths": ("linear", "linear"),
+        "horizon": ("log", "linear"), "along": ("linear", "linear"), "readout": ("log", "log"),
+        "spectra": ("linear", "log")}
+    assert axes["kl"].get_ylim() == pytest.approx((1e-4, 1))
+    assert axes["bytes"].get_ylim() == pytest.approx((1e-5, 1))
+    assert axes["bytes"].get_xticks().tolist() == [256, 1024, 4096, 16384, 65536]
+    assert axes["lengths"].get_ylim() == (-5, 105) and axes["loss"].get_xlim() == (-0.5, 2.5)
+    looks = [bars[0] for bars in axes["bytes"].containers]
+    assert [line.get_marker() for line in looks] == ["o", "*", "s", "*", "s"]
+    assert [line.get_linestyle() for line in looks] == ["-", "--", "--", "-", "-"]
+    hollow = [line.get_markerfacecolor() == "white" for line in axes["horizon"].lines]
+    assert [i for i, is_hollow in enumerate(hollow) if is_hollow] == [2, 6]
+    low, high = axes["along"].collections[0].get_paths()[0].get_extents().get_points()
+    assert low.tolist() == [256, 2] and high.tolist() == [512, 5]   # of 1.5 to 3.5, 3.5 to 5.5
+
+
+def loss_run(root, kl, model="a/m", file="03_loss.json", **arguments):
+    """A run of these KLs {rank: [of each document]} that changes the loss as much, read back."""
+    change = {rank: [x * 2 for x in kl[rank]] for rank in kl}
+    items = loss_items(kl, change)
+    ranks = sorted(map(int, kl))[::-1]
+    write_result(root, model, file, items, {"ranks": ranks, **arguments}, after_bins=[0, 1, 256],
+                 bytes={str(rank): 256 * rank for rank in ranks}, heads_cut=[1, 4])
+    return report.read_model(root / Path(model).name)[0]
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Leaves the figures out, which take most of a report's time."""
     monkeypatch.setattr(report, "draw", lambda *_: "")
 
 
@@ -2088,107 +2395,113 @@ def reported(root, **flags):
     return (root / "report.md").read_text()
 
 
-def test_the_report_computes_known_answers_from_the_items(tmp_path, undrawn):
-    write_model(tmp_path)
-    write_result(tmp_path, "a/model", "03_loss.store=int8.json", "03_loss", loss_items(),
-                 {"store": "int8"}, after_bins=[0, 256])
-    text = reported(tmp_path)
-    for line in ("| heads with a decay horizon over 4,096 tokens | 48 of 288 | 1 of 4 |",
-                 "horizon at most 256 | 61% | 75% |",
-                 "2 to 2; fewer modes than with random keys in 1 of these 1; in 3 of all 4 heads",
-                 r"| change in loss, 12 modes kept | +0.005 nats | +0.20 ± 0.10 nats |",
-                 "| 12 | +0.20 ± 0.10 (20% of rank 0) | 0.02 (all of 2) | 75.0% |",
-                 "| 0 | +1 (all of 2) | 0.5 (all of 2) | 50.0% |", "| full | 2.5000 nats |",
-                 "vt at 65,536 tokens | 4 samples | 50.0 | +0 (none of 4) | -12 ± 24, 1 up 2 down",
-                 "vt at 4,096 tokens | 3 samples | 50.0 | +0 (none of 3) | +0 (none of 3) |",
-                 "65,536 tokens, 4 samples: full state 50, rank 12 -12 ± 24",
-                 "2.0, 3.5, 5.0 of 8 | 12 | 3.5 (all of 2) | 6.375 (all of 2) | 0.75 (all of 2) |",
-                 "4 s, of these 1 at boundaries"):
-        assert line in text, line
+@pytest.mark.parametrize("changes, says", [
+    ([[-50]], "moves 1 of 1 scores, each of a task at a length and of 1 or more samples: in "
+              "points, vt at 100 -50 (all of 1)"),
+    ([[0]], "moves 0 of 1 scores, each of a task at a length and of 1 or more samples"),
+    ([[-30.1] * 3, [0, 0]], "moves 1 of 2 scores, each of a task at a length and of 2 or more "
+                            "samples: in points, vt at 100 -30.1 (all of 3)"),
+    ([[-30, -31, -32], [5, -5]], "moves 1 of 2 scores (by over two standard errors where samples "
+     "differ), each of a task at a length and of 2 or more samples: in points, vt at 100 "
+     "-31.00 ± 0.58")])
+def test_of_standard_errors_is_spoken_where_there_are_some(tmp_path, changes, says):
+    for i, numbers in enumerate(changes):
+        full = [60.1 + j for j in range(len(numbers))]
+        write_task(tmp_path, "a/m", "vt", 100 + i,
+                   {"full": full, "12": [x + y for x, y in zip(full, numbers)]})
+    records, _ = report.read_model(tmp_path / "m")
+    assert report.finding(records) == f"12 modes {says}".replace("modes moves", "modes move")
 
 
-def drawn(panel, runs):
-    """What a panel draws: the points of its curves with error bars, or else of its lines."""
-    figure, ax = report.plt.subplots()
-    panel(ax, runs)
-    lines = [container.lines[0] for container in ax.containers] or ax.lines
+def test_what_is_unfinished_mixed_unreadable_or_has_not_run_is_said(tmp_path, undrawn):
+    loss_run(tmp_path, {"12": [0.1, 0.2]}, docs=8)
+    loss_run(tmp_path, {"12": [0.1]}, file="03_loss.keep=read.json", keep="read", documents="own")
+    write_task(tmp_path, "a/m", "vt", 600, {"full": [9], "12": [9]}, samples=1)
+    write_task(tmp_path, "a/m", "vt", 700, {"full": [], "12": []}, samples=5)
+    path = tmp_path / "m" / "03_loss.keep=read.json"
+    path.write_text(path.read_text().replace('"weights": "0"', '"weights": "1"'))
+    (tmp_path / "m" / "01_spectrum.json").write_text('{"script": "01_spectrum"')
+    text = reported(tmp_path).replace("\\", "")
+    for line in ("m/03_loss.json: 2 of 8 documents of 16,384 tokens, unfinished",
+                 "m/04_ruler/vt_700.json: 0 of 5 samples, unfinished", "02_decay has not run on m",
+                 "01_spectrum has not run on m", "m has results of different weights: 0, 1",
+                 "m has results of different documents: c4, own"):
+        assert f"- {line}\n" in text, line
+    assert "01_spectrum.json is no result file" in text
+    assert "vt_600.json:" not in text.partition("##")[0]
+    assert text.count("| not run |") == 7
+    assert "(all heads, top modes; 2 of 8 documents of 16,384 tokens, unfinished) the loss" in text
+    assert "**m**: keep read; 1 document of 16,384 tokens\n" in text
+
+
+def test_names_are_shown_as_they_are_and_a_model_is_chosen_by_name_id_or_path(
+        tmp_path, monkeypatch, undrawn):
+    name = "a|b*_<i>&`$[x]"
+    for model in ("a/plain", f"b/{name}"):
+        loss_run(tmp_path / "r", {"12": [0.1, 0.2]}, model)
+    text = reported(tmp_path / "r")
+    assert r"- **a\|b\*\_\<i\>\&\`\$\[x\]**: with" in text
+    assert r"| claim | the post says | a\|b\*\_\<i\>\&\`\$\[x\] | plain |" in text
+    (tmp_path / "plain").mkdir()
+    for chosen in ("plain", "some/plain", str(tmp_path / "plain")):
+        assert "`" not in reported(tmp_path / "r", model=chosen), chosen
+    assert "**plain**" not in reported(tmp_path / "r", model=name)
+    with pytest.raises(gdn.Error, match="no result file of other to report"):
+        report.main(model="some/other", results=str(tmp_path / "r"))
+
+
+def test_one_rank_a_kl_of_0_and_any_name_can_be_read_off_the_axes(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(report.plt, "close", figures.append)
+    models = {f"m$_{i}^$": loss_run(tmp_path, {"12": [0.0]}, f"a/m{i}") for i in range(8)}
+    models["m7"] = loss_run(tmp_path, {"12": [3e-7, 5e-7], "0": [0.002, 0.004]}, "a/m9",
+                            documents="co$t_$x")
+    for panel in (report.loss_panel, report.kl_panel, report.bytes_panel):
+        report.draw(tmp_path, models, panel, report.by_rank)
+    for figure in figures:
+        boxes = [ax.get_subplotspec().get_geometry() for ax in figure.axes]
+        assert [box[:3] for box in boxes] == [(3, 3, i) for i in range(9)]
+        assert [bool(ax.get_ylabel()) for ax in figure.axes] == [True, False, False] * 3
+        assert len({ax.get_ylim() for ax in figure.axes}) == 1
+    loss, kl, size = (figure.axes for figure in figures)
+    assert read_back(loss[0]) == {"all heads, top modes; 1 document of 16,384 tokens": [(0, 0, 0)]}
+    assert loss[0].get_xlim() == (-0.5, 0.5) and loss[0].get_title() == "m$_0^$"
+    for ax in (kl[0], size[0]):
+        assert ax.get_yscale() == "symlog" and ax.get_ylim() == pytest.approx((-2.5e-8, 0.01))
+        assert ax.get_ylabel() == "KL, nats (linear up to 1e-07)"
+    assert size[8].get_xticks().tolist() == [256, 1024, 4096]
+    assert [label.get_text() for label in size[8].get_xticklabels()] == ["0", "1,024", "4,096"]
+
+
+def test_many_ranks_layers_and_runs_are_told_apart(tmp_path):
+    ranks = (48, 32, 24, 16, 12, 8, 4, 2, 1, 0)
+    runs = loss_run(tmp_path, {str(rank): [0.1, 0.2] for rank in ranks})
+    figure, [ax, other] = report.plt.subplots(1, 2)
+    report.after_panel(ax, runs)
+    assert list(read_back(ax)) == [f"rank {rank}" for rank in (32, 12, 4, 1, 0)]
+    report.loss_panel(other, runs * 20)
+    firsts = [bars[0].get_xdata()[0] for bars in other.containers]
+    assert max(firsts) - min(firsts) < 0.3 and len(set(firsts)) == 20
+    looks = {(line.get_color(), line.get_marker(), line.get_linestyle())
+             for line in (bars[0] for bars in other.containers)}
+    assert len(looks) == 20
+    labels = [look["label"] for look in report.layer_looks(range(10))]
+    assert labels == ["layer 0", *[None] * 8, "layer 9"]
     report.plt.close(figure)
-    return ax, [[pytest.approx(point) for point in line.get_xydata().tolist()] for line in lines]
 
 
-def test_the_panels_draw_what_the_items_hold(tmp_path):
-    write_model(tmp_path)
-    records, _ = report.read_model(tmp_path / "model")
-    [run], heads = report.first(records, "03_loss"), report.first(records, "01_spectrum")
-    ax, [loss_line] = drawn(report.loss_panel, [run])
-    assert loss_line == [[0, 0], [1, 0.2], [2, 1]]                          # at their ticks
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["48", "12", "0"]
-    _, [kl_line] = drawn(report.kl_panel, [run])
-    assert kl_line == [[0, 0], [1, 0.02], [2, 0.5]]
-    _, [carried] = drawn(report.bytes_panel, [run])
-    assert [point.expected[1] for point in carried] == pytest.approx([0, 0.02, 0.5])
-    assert [point.expected[0] for point in carried][:2] == pytest.approx([512, 768])
-    _, after = drawn(report.after_panel, [run])
-    assert after == [[[0, 0], [1, 0]], [[0, 0], [1, 0.5]], [[0, 0], [1, 2]]]    # ranks 48, 12, 0
-    both = report.first(records, "01_spectrum", "02_decay")
-    ax, horizon = drawn(report.horizon_panel, both)
-    filled = [line for line in horizon if line in ([[5000, 2], [100, 3]], [[256, 4], [1, 5]])]
-    hollow = [line for line in horizon if line in ([[5000, 5], [100, 2.5]], [[256, 9], [1, 9]])]
-    assert len(filled) == len(hollow) == 2
-    assert {line.get_markerfacecolor() for line in ax.lines} >= {"white"}
-    _, readout = drawn(report.readout_panel, heads)
-    assert readout[:2] == [[[0.1, 0.5], [0.2, 0.6]], [[0.3, 0.7], [0.4, 0.8]]]
-    _, along = drawn(report.along_panel, both)
-    assert along == [[[256, 1], [512, 3]], [[256, 3], [512, 5]]]            # long and short heads
-    _, spectra = drawn(report.spectra_panel, heads)
-    assert spectra[0] == [[1, 0.7], [2, 0.3]]
-    ax, lengths = drawn(report.lengths_panel, report.find(records, "04_ruler"))
-    assert lengths[0] == [[0, 50], [1, 50]] and lengths[2] == [[0, 50], [1, 37.5]]
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["4,096", "65,536"]
-    _, [tasks_line] = drawn(report.tasks_panel, report.find(records, "04_ruler", length=65536))
-    assert tasks_line == [[0, 0], [1, -12.5], [2, -50]]
-
-
-def test_variants_are_named_side_by_side_and_claims_rest_on_the_default_alone(tmp_path, undrawn):
-    write_model(tmp_path)
-    other = [{**item, "loss": {**item["loss"], "12": 9.0}} for item in loss_items()]
-    write_result(tmp_path, "a/model", "03_loss.heads=over-256.json", "03_loss", other,
-                 {"heads": "over-256"}, after_bins=[0, 256], heads_cut=[1, 4])
-    write_result(tmp_path, "a/model", "04_ruler/vt_65536.data=ruler.json", "04_ruler",
-                 task_items([-50] * 50), {"task": "vt", "length": 65536, "data": "x"})
-    write_result(tmp_path, "a/model", "04_ruler/vt_65536.keep=random.json", "04_ruler",
-                 task_items([9] * 50), {"task": "vt", "length": 65536, "keep": "random"})
-    text = reported(tmp_path)
-    assert "**model**: all heads, top modes; 2 documents" in text
-    assert "**model**: heads over-256 (1 of 4); 2 documents" in text
-    assert "| +0.005 nats | +0.20 ± 0.10 nats |" in text
-    assert "vt at 65,536 tokens (RULER's prompts) | 50 samples |" in text
-    assert "vt at 65,536 tokens (random modes) | 50 samples |" in text
-    claim = next(line for line in text.splitlines() if "variable tracking" in line)
-    assert "rank 12 -12 ± 24" in claim and "rank 12 -50 (all of 50)" in claim and "+9" not in claim
-    models = {"model": report.read_model(tmp_path / "model")[0]}
-    titles = list(report.panels(models, report.tasks_panel, report.find, "04_ruler"))
-    assert {title.removeprefix("model, ") for title in titles} == {
-        "4,096 tokens", "65,536 tokens", "65,536 tokens, RULER's prompts",
-        "65,536 tokens, random modes"}
-    assert list(report.panels(models, report.lengths_panel, report.find, "04_ruler")) == [
-        "model, vt"]
-
-
-def test_a_file_that_cannot_be_read_or_has_not_run_or_ended_is_named_and_the_rest_drawn(tmp_path):
-    write_model(tmp_path, "a/co$t_$x|y")
-    (tmp_path / "co$t_$x|y" / "02_decay.json").unlink()
-    (tmp_path / "co$t_$x|y" / "04_ruler" / "vt_4096.json").write_text('{"script": "04_ruler"')
-    write_result(tmp_path, "b/other", "03_loss.json", "03_loss", loss_items()[:1], {"docs": 8},
-                 after_bins=[0, 256])
-    text = reported(tmp_path)
-    assert r"02\_decay has not run on co\$t\_\$x\|y" in text and "is no result file" in text
-    assert "1 of 8 documents of 16,384 tokens from c4, unfinished" in text
-    for name in re.findall(r"\]\((.*)\.png\)", text):
-        assert (tmp_path / f"{name}.png").stat().st_size > 5000
-    assert "co" not in reported(tmp_path, model="other").split("## Runs")[1].split("(b/other")[0]
-    with pytest.raises(gdn.Error, match="no result file"):
-        report.main(results=str(tmp_path / "nothing"))
+def test_a_front_is_of_runs_on_as_many_documents_and_long_lists_are_cut_to_it(tmp_path):
+    ranks = {str(rank): [rank / 100 + 0.002] * 2 for rank in range(1, 30)}
+    loss_run(tmp_path, ranks)
+    records = loss_run(tmp_path, {"64": [1e-4], "9": [0.001]}, file="03_loss.store=int8.json",
+                       store="int8")
+    rows = report.coding_rows(records)
+    front = [row[2] for row in rows if report.on_front(row, rows)]
+    assert front == ["float32, 1 top modes", "int8, 9 top modes", *["untouched, float32"] * 2]
+    text = "".join(report.coding_tables({"m": records}))
+    assert "**m**: 5 of 33 codings" in text and "float32, 2 top modes" not in text
+    assert "smallest coding with a KL of at most 0.001 nats is int8, 9 top modes: 2,304 bytes a " \
+           "head, KL 0.001 (1 document" in report.finding(records)
 
 
 def test_the_same_scope_is_the_posts_model_documents_number_length_and_wording(tmp_path):
@@ -2196,34 +2509,27 @@ def test_the_same_scope_is_the_posts_model_documents_number_length_and_wording(t
              "state": [128, 128]}
 
     def scope(model="Qwen/Qwen3.5-0.8B", docs=8, **arguments):
-        record = write_result(tmp_path, model, "03_loss.json", "03_loss", [loss_items()[0]] * docs,
-                              arguments, **shape)
-        return report.differences([{**record, "file": ""}])
+        item = {"loss": {}}
+        return report.differences([write_result(tmp_path, model, "03_loss.json", [item] * docs,
+                                                arguments, **shape)])
 
     assert scope() == "03_loss: same scope" == scope(model="Qwen/Qwen3.5-0.8B-Base")
     assert scope(model="/data/Qwen3.5-0.8B") == "03_loss: same scope"
     assert scope(docs=3) == "03_loss: --docs 3" and scope(segment=64) == "03_loss: --segment 64"
     assert "another model" in scope(model="me/Qwen3.5-0.8B")
-    shape["shape"] = {"layers": 24, "hidden": 2048, "heads": 16}
+    shape["shape"]["hidden"] = 2048
     assert "another model" in scope(model="/data/Qwen3.5-0.8B")
-    shape["shape"] = {"layers": 24, "hidden": 1024, "heads": 16}
-    ours = {"task": "vt", "length": 65536}
-    record = write_result(tmp_path, "Qwen/Qwen3.5-0.8B", "v.json", "04_ruler", task_items([0] * 50),
-                          ours, **shape)
-    assert report.differences([record]) == "04_ruler: our wording, not RULER's"
-    record["arguments"]["data"] = "x"
-    assert report.differences([record]) == "04_ruler: same scope"
+    shape["shape"]["hidden"] = 1024
+    scores = {"full": [1] * 50, "12": [1] * 50}
+    for file, length, more, says in (
+            ("v", 65536, {}, "our wording, not RULER's"), ("v", 65536, {"data": "x"}, "same scope"),
+            ("v", 999, {"data": "x"}, "lengths 999"),
+            ("v", 16384, {"data": "x", "segment": 64}, "another segment")):
+        record = write_result(tmp_path, "Qwen/Qwen3.5-0.8B", "04_ruler/v.json", task_items(scores),
+                              {"task": "vt", "length": length, **more}, **shape)
+        assert report.differences([record]) == f"04_ruler: {says}"
     record["items"].pop()
-    assert report.differences([record]) == "04_ruler: 49 samples"
-
-
-def test_an_error_is_given_to_two_digits_and_ties_by_their_number():
-    assert gdn.with_error([1.0, 2.0, 6.0]) == "+3.0 ± 1.5"
-    assert gdn.with_error([0.00123, 0.0011]) == "+0.001165 ± 0.000065"
-    assert gdn.with_error([100.0, 0.0, 0.0]) == "+33 ± 33"
-    assert gdn.with_error([0.0, 0.0]) == "+0 (none of 2)"
-    assert gdn.with_error([-5.0]) == "-5 (all of 1)"
-    assert gdn.with_error([1e-9, 3e-9]) == "+2.0e-09 ± 1.0e-09"
+    assert report.differences([record]) == "04_ruler: samples from 49, another segment"
 
 
 # ---- the README ---------------------------------------------------------------------------------
