@@ -62,7 +62,7 @@ def measure(run, ids, segment, ranks, other):
             null = [null_state(call, state, draws) for call, state in zip(calls, null)]
             with gdn.at_boundary(run):
                 if before is not None:
-                    readout.append(read_shares(calls, sigma, before))           # [L, H, M]
+                    readout.append(read_shares(calls, *before))                 # [L, H, M]
                 if boundary:
                     sigma, vectors = gdn.modes(one_device(gdn.states_in(cache)))
                     positions.append(start + hidden.shape[1])
@@ -71,10 +71,10 @@ def measure(run, ids, segment, ranks, other):
                     spectrum.append(shares(sigma))                              # [L, H, M]
                     energy.append(shares(sigma.square()).cumsum(-1))
                     if before is not None:
-                        overlap.append(overlaps(before, vectors, ranks))        # [ranks, L, H]
+                        overlap.append(overlaps(before[1], vectors, ranks))     # [ranks, L, H]
                     if other is not None:
                         overlap_other.append(overlaps(other, vectors, ranks))
-                    before = vectors
+                    before = sigma, vectors
             calls.clear()
             run.bar.update(hidden.shape[1])
     top = [rank - 1 for rank in ranks]
@@ -86,7 +86,7 @@ def measure(run, ids, segment, ranks, other):
              "overlap": by_rank(ranks, torch.stack(overlap).mean(0))}
     if other is not None:
         found["overlap_other"] = by_rank(ranks, torch.stack(overlap_other).mean(0))
-    return found, before
+    return found, before[1]
 
 
 def one_device(states):
@@ -126,8 +126,8 @@ def read_shares(calls, sigma, vectors):
 
 def overlaps(one, two, ranks):
     """||A_r^T B_r||_F^2 / r of two sets of right vectors [L, H, K, M]: [ranks, L, H]."""
-    cosines = (one.mT @ two).square()                                   # [L, H, M, M]
-    return torch.stack([cosines[..., :rank, :rank].sum((-2, -1)) / rank for rank in ranks])
+    squares = (one.mT @ two).square()                                   # [L, H, M, M]
+    return torch.stack([squares[..., :rank, :rank].sum((-2, -1)) / rank for rank in ranks])
 
 
 def by_rank(ranks, values):
@@ -139,7 +139,7 @@ def last_vectors(run, ids, segment):
     cache = DynamicCache(config=run.net.config)
     for _, _, boundary in gdn.segments(run.net, ids, segment, cache):
         if boundary:
-            states = one_device(gdn.states_in(cache)).clone()
+            states = one_device(gdn.states_in(cache))
     return gdn.modes(states)[1]
 
 

@@ -6,8 +6,8 @@
     python 03_loss.py --keep random           # a control: keep random modes instead of the largest
     python 03_loss.py --store int8            # store what crosses a boundary in 8 bits a number
 
-Every rank is a row of one batch, beside the untouched model as row 0: so the change in loss is
-paired by document, and each prediction is compared with the untouched model's on the same tokens.
+Every rank is a row of a batch, beside the untouched model as row 0: so the change in loss is paired
+by document, and each prediction is compared with the untouched model's on the same tokens.
 """
 import gdn
 import torch
@@ -79,10 +79,10 @@ def after_bins(tokens, segment):
     return edges, bins
 
 
-def summarise(item, ranks, rows_of_tokens, bins):
+def summarise(item, ranks, losses, bins):
     """Add the means of the untouched row and a group of ranks to a document's item."""
-    counts = bins.bincount(minlength=int(bins.max()) + 1)
-    for rank, loss, kl, agree in zip(["full", *map(str, ranks)], *rows_of_tokens):  # [T - 1] each
+    counts = bins.bincount()
+    for rank, loss, kl, agree in zip(["full", *map(str, ranks)], *losses):          # [T - 1] each
         sums = torch.zeros(len(counts)).double().index_add(0, bins, loss)
         item["loss"][rank] = loss.mean().item()
         item["after"][rank] = (sums / counts.clamp_min(1)).tolist()

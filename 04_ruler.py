@@ -27,7 +27,8 @@ from wonderwords import RandomWord
 #
 # A task takes a size (sentences, needles or words) and a sample's random stream. What it makes for
 # a size holds about what it makes for a smaller one, so tokens grow with the size, and make_sample
-# can look for the size that fills a length. A question is (text, answer prefix, references).
+# can look for the size that fills a length. A question is (text, answer prefix, references): the
+# first is asked, and tiny/train.py trains on all, also with other hops, common words and repeats.
 
 CATEGORIES = RandomWord()._categories
 NOUNS, VERBS, ADJECTIVES = (

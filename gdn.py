@@ -10,12 +10,12 @@ value v_t with strength b_t; the query q_t reads it. How much of S does a traine
 The first part of this file has what is needed to ask: the recurrence, token by token; the state's
 singular modes, its truncation to r of them, and what storing it rounds; and the run of a Hugging
 Face model in segments, with every state cut in between. The numbered scripts ask, one question
-each.
+each, as an experiment did that was published without its code ("the post", see the README).
 
     B  rows of a batch               H  value heads, each with a state      K  key dimension
     T  tokens of a document          G  key heads, each for H/G heads       V  value dimension
-    n  tokens of one call            L  GDN layers                          M  modes, min(V, K)
-    R  ranks, run as rows            W  words of the vocabulary             D  hidden size
+    n  tokens of a call or segment   L  GDN layers                          M  modes, min(V, K)
+    R  ranks, run as rows            D  hidden size
 """
 import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)            # Ctrl-C while the libraries load just ends
@@ -59,8 +59,8 @@ def gated_delta_rule(q, k, v, log_a, b, state=None):
     """The gated delta rule, one token at a time: the reference, in the precision of its inputs.
 
     Args:
-        q, k: queries and keys, [B, T, G, K], as they enter the recurrence. (Qwen3.5 normalises
-            both to length one and scales q by K ** -0.5 before: that is the layer's doing.)
+        q, k: queries and keys, [B, T, G, K], as they enter the recurrence. (transformers' rules
+            take them raw: they first normalise both to length one and scale q by K ** -0.5.)
         v: values, [B, T, H, V]; key head g serves the value heads g H/G ... (g+1) H/G - 1.
         log_a: log of the decay, [B, T, H], in nats a token, at most 0.
         b: write strength, [B, T, H], in 0...1 (0...2 where negative eigenvalues are allowed).
@@ -117,7 +117,7 @@ def modes(state):
         raise Error("a state holds NaN or infinity, so it has no singular modes: the model has "
                     "diverged (if it ran in half precision, try --dtype float32)")
     scaled = state.double() / size.clamp_min(torch.finfo(torch.float64).tiny)
-    squares, vectors = eigh(scaled.mT @ scaled)                     # [..., K], [..., K, K]
+    squares, vectors = eigh(scaled.mT @ scaled)                     # torch.linalg's, see below
     sigma = squares[..., -M:].clamp_min(0).sqrt() * size[..., 0]    # [..., M], ascending
     return sigma.flip(-1), vectors[..., -M:].flip(-1)
 
@@ -134,14 +134,19 @@ def effective_rank(sigma):
     return torch.special.entr(p).sum(-1).exp() * (total[..., 0] > 0)
 
 
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int6": 6, "int5": 5,
+        "int4": 4, "int3": 3, "int2": 2}
+Store = Literal[tuple(BITS)]
+
+
 def truncate(state, rank, place=None, metric=None, store="float32"):
-    """Each matrix with `rank` of its singular modes: S_r = sum_{j<=r} sigma_j u_j w_j^T (the post).
+    """Each matrix with `rank` of its singular modes: S_r = sum_{j<=r} sigma_j u_j w_j^T.
 
     Args:
         state: matrices [..., V, K], in any float dtype, on any device.
-        rank: modes to keep, from 0 up: an int, or ints [...] that broadcast with the states; a
-            state that several ranks share is decomposed once. Rank 0 wipes it; a rank of M or more
-            leaves it whole, in float32 bit for bit.
+        rank: modes to keep, from 0 up: an int, or ints that broadcast with the states' [...]; so
+            ranks [R, 1] of states [H, V, K] give [R, H, V, K], each state decomposed once. Rank 0
+            wipes it; a rank of M or more leaves it whole, in float32 bit for bit.
         place: of each mode, the largest first, its place in the order of keeping, [..., M];
             0, 1, 2, ... if None.
         metric: A [..., K, K], of read_metric, if modes are to be those of S A instead.
@@ -154,57 +159,53 @@ def truncate(state, rank, place=None, metric=None, store="float32"):
     S_r = S W W^T with the kept right singular vectors W as columns: by Eckart & Young (1936) the
     nearest matrix of rank r, without left singular vectors or a division by a small sigma. With a
     metric, S_r = (S A W)(W^T A^-1), of all matrices of rank r the one with the least readout error
-    E |(S - S_r) q|^2, where E q q^T = A A^T (weighted low-rank approximation; as the whitening of
-    SVD-LLM, Wang et al. 2024, arXiv 2403.07378, section 3.1).
+    E |(S - S_r) q|^2 of queries with E q q^T = A A^T (weighted low-rank approximation; as the
+    whitening of SVD-LLM, Wang et al. 2024, arXiv 2403.07378, section 3.1).
     """
     M = min(state.shape[-2:])
     rank = torch.as_tensor(rank, device=state.device)
     if rank.is_floating_point() or rank.dtype == torch.bool or (rank < 0).any():
         raise Error(f"a rank is a whole number from 0 up, not {rank.tolist()}")
     place = torch.arange(M) if place is None else place
-    read = state.to(torch.promote_types(state.dtype, torch.float32))
+    S = state.to(torch.promote_types(state.dtype, torch.float32))
     if metric is not None:
-        read = read @ metric.to(read)                               # S A              [..., V, K]
-    right = modes(read)[1].to(read.dtype)                           # W                [..., K, M]
-    left = stored(read @ right, store)                              # S A W            [..., V, M]
+        S = S @ metric.to(S)                                        # S A              [..., V, K]
+    right = modes(S)[1].to(S.dtype)                                 # W                [..., K, M]
+    left = stored(S @ right, store)                                 # S A W            [..., V, M]
     if metric is not None:
         right = torch.linalg.inv(metric).mT.to(right) @ right       # A^-T W           [..., K, M]
     right = stored(right, store)
-    kept = place.to(state.device) < rank[..., None]                 # a column each    [..., M]
+    kept = place.to(state.device) < rank[..., None]                 #                  [..., M]
     cut = (left * kept[..., None, :]) @ right.mT                    # S_r              [..., V, K]
     whole = rank[..., None, None] >= M
     return torch.where(whole, stored(state, store), cut.to(state.dtype))
 
 
 def read_metric(gram):
-    """A [..., K, K] with A A^T = C, from a sum of q~ q~^T over the queries so far, [..., K, K].
+    """A [..., K, K] for truncate, from the sum of q~ q~^T over the effective queries so far.
 
-    C is the sum scaled to a mean diagonal of 1, plus 1e-3 of the identity: what has not been read
-    so far may still be.
+    A A^T is that sum, scaled to a mean diagonal of 1, plus 1e-3 of the identity: what has not been
+    read so far may still be.
     """
     size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     C = gram / size.clamp_min(1e-300) + 1e-3 * torch.eye(gram.shape[-1]).to(gram)
     return torch.linalg.cholesky(C)
 
 
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int6": 6, "int5": 5,
-        "int4": 4, "int3": 3, "int2": 2}
-Store = Literal[tuple(BITS)]
-
-
 def stored(x, store):
     """Matrices [..., V, K] as they come back from storage in one of BITS.
 
-    The halves take each number as it is; float8_e4m3fn and the symmetric integers take it in units
-    of its column's scale, absmax / largest, which is a bfloat16 (in float16 small scales vanish):
-    so does SGLang's int8 checkpoint pool (its pull request 28185). What is too large saturates.
+    bfloat16 and float16 take each number as it is; fp8 (float8_e4m3fn) and the symmetric integers
+    take it in units of its column's scale, absmax / largest, itself a bfloat16 (in float16 small
+    ones vanish), as SGLang's int8 pool of states does (its pull request 28185). What is too large
+    saturates. For the factors of `truncate` a column is a mode.
     """
     if store == "float32":
         return x
     floats = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
     kind = floats.get(store)                                        # None: an integer
     largest = torch.finfo(kind).max if kind else 2 ** (BITS[store] - 1) - 1
-    scale = torch.ones_like(x[..., :1, :])                          # [..., 1, K]
+    scale = torch.ones_like(x[..., :1, :])                          # one for each column
     if BITS[store] <= 8:
         scale = (x.abs().amax(-2, keepdim=True) / largest).bfloat16().to(x.dtype)
         scale[scale == 0] = 1
@@ -214,7 +215,7 @@ def stored(x, store):
 
 
 def bytes_stored(V, K, rank, store="float32"):
-    """Bytes of one head's state [V, K] as `truncate` stores it, two for each scale counted."""
+    """Bytes of one head's state [V, K] as `truncate` stores it, with two bytes a scale."""
     if rank >= min(V, K):
         numbers, scales = V * K, K
     else:
@@ -233,10 +234,10 @@ def segments(model, ids, segment, cache, position=0, end=None):
     Yields, after each call, (start, hidden, boundary): the position of the call's first token, the
     hidden states [B, n, D] before the head, and whether the position now reached is a boundary, a
     multiple of `segment` with tokens to follow. What the caller does to the cache in the body of
-    its loop happens before the next call; if its one row becomes many there, ids are fed to all.
+    its loop happens before the next call; if it makes one row many, the ids go to all of them.
 
-    cache: of transformers, changed in place; `position` says how many tokens it has consumed, `end`
-    how many the whole run has, where it goes on after these ids.
+    cache: of transformers, changed in place; `position` says how many tokens it has consumed.
+    end: the length of the whole run, if more ids follow in a later call.
 
     Raises Error for NaN or infinity in the hidden states, and where the model ignored the cache.
     """
@@ -263,61 +264,45 @@ def states_in(cache):
     return [layer.recurrent_states[0].mT for layer in layers]
 
 
-Keep = Literal["top", "bottom", "random", "read"]
+@contextlib.contextmanager
+def recorded_rule(model):
+    """The calls that the layers make of the gated delta rule: a list that grows as the model runs.
 
-
-@dataclass
-class Cut:
-    """What is done to the states at a boundary."""
-    keep: Keep              # which modes stay: the largest, the smallest, any, or the most read
-    store: Store            # how what stays is stored
-    heads: torch.Tensor     # whether a head is cut at all, [L, H]
-
-
-@torch.inference_mode()
-def truncate_rows(cache, ranks, cut, seed, calls, gram=0.0):
-    """Truncate row 1 + i of every state in the cache to ranks[i] modes, in place; row 0 is left.
-
-    Until the first boundary all rows are the same, so the run begins with one: a cache of a single
-    row becomes one of 1 + R rows, and its states are decomposed once for all of them.
-
-    Args:
-        seed: of the random modes, drawn anew for each layer and head, and alike for all ranks.
-        calls: of the rule since the boundary before, of recorded_rule; they are taken off the list.
-        gram: what this returned at the boundary before: for each head the sum of q~ q~^T over all
-            effective queries so far, [L, H, K, K], or 0 where modes are not kept by what is read.
+    A call of the model adds one for each GDN layer, in their order: (rule, q, k, v, arguments by
+    name) of row 0, the untouched one. q and k [1, n, G, K] are raw, v is [1, n, H, V]; among the
+    arguments are g, which is log a, and beta, which is b, both [1, n, H].
     """
-    alike = len(states_in(cache)[0]) == 1
-    if alike:
-        cache.reorder_cache(torch.zeros(1 + len(ranks), dtype=torch.long))
-    states = states_in(cache)                                       # [1 + R, H, V, K] each
-    rank = torch.tensor(ranks)[:, None]                             # [R, 1]
-    draws = torch.Generator().manual_seed(seed)
-    if cut.keep == "read":
-        gram = gram + query_gram(calls, len(states))
-    calls.clear()
-    for layer, rows in enumerate(states):
-        place = torch.arange(min(rows.shape[-2:])).expand(rows.shape[1], -1)        # [H, M]
-        if cut.keep == "bottom":
-            place = place.flip(-1)
-        if cut.keep == "random":
-            place = torch.rand(place.shape, generator=draws).argsort(-1)
-        heads = cut.heads[layer].nonzero()[:, 0]
-        metric = read_metric(gram[layer, heads]) if cut.keep == "read" else None
-        before = rows[:1, heads] if alike else rows[1:, heads]      # [1 or R, heads, V, K]
-        rows[1:, heads] = truncate(before, rank, place[heads], metric, cut.store)
-    return gram
+    layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
+    module = sys.modules[type(layer).__module__]                    # of its family
+    names = ("torch_chunk_gated_delta_rule",                        # for many tokens, and for one
+             "torch_recurrent_gated_delta_rule")
+    rules = {name: getattr(module, name) for name in names}
+    calls = []
+
+    def recording(rule):
+        def recorded(q, k, v, g, beta, **others):
+            row = [x[:1].clone() for x in (q, k, v, g, beta)]
+            calls.append((rule, *row[:3], {**others, "g": row[3], "beta": row[4]}))
+            return rule(q, k, v, g=g, beta=beta, **others)
+        return recorded
+
+    for name, rule in rules.items():
+        setattr(module, name, recording(rule))
+    try:
+        yield calls
+    finally:
+        for name, rule in rules.items():
+            setattr(module, name, rule)
 
 
 @torch.inference_mode()
 def effective_queries(calls):
     """What a segment asks of the state S carried into it: q~_t [n, H, K]; it reads S q~_t.
 
-    calls: those of one layer in the segment, in their order, as recorded_rule has them: (rule, q,
-        k, v, other arguments by name); n counts the tokens of all of them.
+    calls: those of one layer in the segment, as recorded.
 
-    q~_t = P_t q_t, where P_t is the product of the factors a (I - b k k^T) up to token t: what the
-    gated delta rule returns with values 0 and the identity for a state.
+    q~_t = P_t q_t with P_t = F_1 ... F_t, F_i = a_i (I - b_i k_i k_i^T), counted from the segment's
+    first token: what the rule itself returns with values 0 and the identity for a state.
     """
     rule, _, _, _, others = calls[0]
     q, k, v = (torch.cat([call[i] for call in calls], dim=1) for i in (1, 2, 3))
@@ -333,9 +318,56 @@ def query_gram(calls, layers):
     """sum_t q~_t q~_t^T of every head over the calls of a segment, [L, H, K, K], in float64."""
     grams = []
     for layer in range(layers):
-        queries = effective_queries(calls[layer::layers]).double().cpu()            # [n, H, K]
+        one = calls[layer::layers]                                  # they come layer by layer
+        queries = effective_queries(one).double().cpu()             # [n, H, K]
         grams.append(torch.einsum("nhk,nhj->hkj", queries, queries))
     return torch.stack(grams)
+
+
+Keep = Literal["top", "bottom", "random", "read"]
+
+
+@dataclass
+class Cut:
+    """What is done to the states at a boundary."""
+    keep: Keep              # which modes stay: the largest, smallest, random ones, or the most read
+    store: Store            # how what stays is stored
+    heads: torch.Tensor     # whether a head is cut at all, [L, H]
+
+
+@torch.inference_mode()
+def truncate_rows(cache, ranks, cut, seed, calls, gram=0.0):
+    """Truncate row 1 + i of every state in the cache to ranks[i] modes, in place; row 0 is left.
+
+    Until the first boundary all rows are the same, so the run begins with one: a cache of a single
+    row becomes one of 1 + R rows, and its states are decomposed once for all of them.
+
+    Args:
+        seed: of the random modes, drawn anew for each layer and head, and alike for all ranks.
+        calls: those since the boundary before, as recorded of row 0; the list is emptied.
+        gram: what this returned at the boundary before: for each head the sum of q~ q~^T over all
+            effective queries so far, [L, H, K, K], or 0 where modes are not kept by what is read.
+    """
+    one_row = len(states_in(cache)[0]) == 1
+    if one_row:
+        cache.reorder_cache(torch.zeros(1 + len(ranks), dtype=torch.long))      # row 0, 1 + R times
+    states = states_in(cache)                                       # [1 + R, H, V, K] each
+    rank = torch.tensor(ranks)[:, None]                             # [R, 1]
+    draws = torch.Generator().manual_seed(seed)
+    if cut.keep == "read":
+        gram = gram + query_gram(calls, len(states))
+    calls.clear()
+    for layer, rows in enumerate(states):
+        place = torch.arange(min(rows.shape[-2:])).expand(rows.shape[1], -1)        # [H, M]
+        if cut.keep == "bottom":
+            place = place.flip(-1)
+        if cut.keep == "random":
+            place = torch.rand(place.shape, generator=draws).argsort(-1)
+        heads = cut.heads[layer].nonzero()[:, 0]
+        metric = read_metric(gram[layer, heads]) if cut.keep == "read" else None
+        before = rows[:1, heads] if one_row else rows[1:, heads]    # [1 or R, heads, V, K]
+        rows[1:, heads] = truncate(before, rank, place[heads], metric, cut.store)
+    return gram
 
 
 @torch.inference_mode()
@@ -345,14 +377,14 @@ def token_losses(model, hidden, targets):
     hidden: states [B, n, D] before the head; the untouched model is row 0. targets [n]: the tokens
         that follow.
 
-    The next-token cross-entropy in nats; KL(p_0 || p_row) in nats, over the vocabulary; and whether
-    a row's most likely token is that of row 0 (1 or 0). Only what is needed of row 0 and the logits
-    [n, W] of one more row are ever held; each row goes through the head once.
+    The next-token cross-entropy in nats; KL(p_0 || p_row) in nats, over the W words of the
+    vocabulary; and whether a row's most likely token is that of row 0 (1 or 0). Logits are held of
+    row 0 and of one more row at a time; each row goes through the head once.
     """
     head = model.get_output_embeddings()
     full = head(hidden[0])                                          # [n, W]
     p, top = full.softmax(-1, dtype=torch.float32), full.argmax(-1)             # [n, W], [n]
-    few = max(1, 2 ** 19 // full.shape[-1])                         # tokens: larger pieces page in
+    few = max(1, 2 ** 19 // full.shape[-1])                         # tokens: a piece stays in cache
     rows = []
     for row in range(len(hidden)):
         logits = full if row == 0 else head(hidden[row])            # [n, W]
@@ -364,7 +396,8 @@ def token_losses(model, hidden, targets):
 
 
 def compared(full, p, top, logits, targets):
-    """The same of a few tokens, [3, n], from a row's logits [n, W] and row 0's: full, p, the top.
+    """Loss, KL and agreement of a few tokens, [3, n]: a row's logits beside row 0's (full), its
+    probabilities p, [n, W] each, and its most likely tokens, top [n].
 
     With d = logits - full, centred so that its mean under p is 0, the KL is
     log(1 + sum p (exp(d) - 1 - d)): no difference of large sums, so exact where it is small.
@@ -425,37 +458,6 @@ def checked_eigh(gram, solve=torch.linalg.eigh):
 
 
 # ---- models -------------------------------------------------------------------------------------
-
-@contextlib.contextmanager
-def recorded_rule(model):
-    """Record the calls of the gated delta rule: a list of (rule, q, k, v, arguments by name).
-
-    It grows by one entry for each GDN layer and call of the model, in the order of the layers, with
-    row 0 of the inputs: q and k [1, n, G, K] before the normalisation, v [1, n, H, V], and among
-    the others g, which is log a, and beta, which is b, both [1, n, H]. Every family calls two
-    functions of its own module, one for many tokens and one for a single one: they are recorded.
-    """
-    layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
-    module = sys.modules[type(layer).__module__]
-    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-    rules = {name: getattr(module, name) for name in names}
-    calls = []
-
-    def recording(rule):
-        def recorded(q, k, v, g, beta, **others):
-            row = [x[:1].clone() for x in (q, k, v, g, beta)]
-            calls.append((rule, *row[:3], {**others, "g": row[3], "beta": row[4]}))
-            return rule(q, k, v, g=g, beta=beta, **others)
-        return recorded
-
-    for name in names:
-        setattr(module, name, recording(rules[name]))
-    try:
-        yield calls
-    finally:
-        for name in names:
-            setattr(module, name, rules[name])
-
 
 BUNDLED = ("tiny/hybrid", "tiny/recurrent")
 
