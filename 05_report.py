@@ -471,8 +471,9 @@ def draw(root, models, panel, *select):
         panel(ax, runs)
         lines = [textwrap.fill(line, 50) for line in title.split("\n")]
         ax.set_title("\n".join(lines), parse_math=False, fontsize=10)
-        ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.18),
-                  ncol=1 if "; " in str(ax.get_legend_handles_labels()[1]) else 2)
+        words = ax.get_legend_handles_labels()[1]
+        ax.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.24),
+                  ncol=2 if max(map(len, words)) < 34 else 1)
     if panel in (kl_panel, bytes_panel):
         whole_decades(axes)
     for ax in axes:
