@@ -1641,6 +1641,19 @@ def test_needles_and_assignments_keep_their_order_even_in_a_haystack_of_four_sen
         assert re.findall(r"VAR ([A-Z]{5}) = ", context) == names
 
 
+def test_the_solved_example_gives_no_answer_away():
+    for seed in range(40):
+        context, [(_, _, asked)] = ruler.build("cwe", 200, Random(seed), 4096)
+        example, listed = (set(re.findall(r"^\d+ (\S+)$", part, re.MULTILINE))
+                           for part in context.split("\n\n"))
+        assert len(example) == 40 and not example & listed
+        assert not any(word in other or other in word for word in asked for other in example)
+    _, [(ask, _, names)] = ruler.vt(4, Random(0), avoid=["-"] * 6)
+    avoid = [*names, re.search(r"\d{5}", ask)[0]]
+    _, [(other_ask, _, others)] = ruler.vt(4, Random(0), avoid=avoid)       # the same draws
+    assert not {*avoid} & {*others, re.search(r"\d{5}", other_ask)[0]} and len(others) == 5
+
+
 def test_common_words_beyond_the_list_are_filled_with_pairs():
     context, [(_, _, asked)] = ruler.cwe(9000, Random(0))
     words = re.findall(r"^\d+ (\S+)$", context, re.MULTILINE)
@@ -2500,10 +2513,23 @@ def test_a_front_is_of_runs_on_as_many_documents_and_long_lists_are_cut_to_it(tm
     rows = report.coding_rows(records)
     front = [row[2] for row in rows if report.on_front(row, rows)]
     assert front == ["float32, 1 top modes", "int8, 9 top modes", *["untouched, float32"] * 2]
+    for size, kl, beats in ((8, 0.1, True), (9, 0.09, True), (9, 0.1, False), (8, 0.2, False)):
+        other = (size, kl, "", records[0], 1)
+        assert report.on_front((9, 0.1, "", records[0], 2), [other]) != beats
     text = "".join(report.coding_tables({"m": records}))
     assert "**m**: 5 of 33 codings" in text and "float32, 2 top modes" not in text
     assert "smallest coding with a KL of at most 0.001 nats is int8, 9 top modes: 2,304 bytes a " \
            "head, KL 0.001 (1 document" in report.finding(records)
+
+
+@pytest.mark.parametrize("wiped, says", [(2.0, "+0.200 ± 0.058 (10% of rank 0)"),
+                                         (-2.0, "+0.200 ± 0.058")])
+def test_a_share_of_what_wiping_costs_is_given_where_it_costs(wiped, says, tmp_path):
+    change = {"12": [0.1, 0.2, 0.3], "0": [wiped] * 3}
+    record = write_result(tmp_path, "a/m", "03_loss.json", loss_items(change, change))
+    record["arguments"]["ranks"] = [12, 0]
+    assert report.effects(record, 12)[0] == says
+    assert "of rank 0" not in report.effects(record, 0)[0]
 
 
 def test_the_same_scope_is_the_posts_model_documents_number_length_and_wording(tmp_path):
