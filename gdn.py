@@ -808,7 +808,7 @@ def open_results(run, stem, arguments, depends, texts=(), cut=None, **more):
     depends = {**run.environment, **depends}
     if cut:
         depends |= {"keep": cut.keep, "store": cut.store,
-                    "heads, which 02_decay.json chooses,": cut.heads.nonzero().tolist()}
+                    "heads of 02_decay.json": cut.heads.nonzero().tolist()}
         more["heads_cut"] = [int(cut.heads.sum()), cut.heads.numel()]
         more["bytes"] = {rank: bytes_stored(*run.state, rank, cut.store)
                          for rank in depends["ranks"]}

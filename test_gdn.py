@@ -1486,7 +1486,7 @@ def test_a_run_does_not_go_on_with_other_heads_when_02_has_other_horizons(start)
             path = start(loss, heads="over-9", docs=1)
             before = path.read_bytes()
         else:
-            words = r"02_decay.json chooses, \[\[0, 1\]\], not \[\[0, 0\]\]"
+            words = r"heads of 02_decay.json \[\[0, 1\]\], not \[\[0, 0\]\]"
             with pytest.raises(gdn.Error, match=words):
                 start(loss, heads="over-9", docs=2)
     assert path.read_bytes() == before and json.loads(before)["heads_cut"] == [1, 8]
