@@ -1385,14 +1385,43 @@ def test_damage_nan_and_another_runs_change_are_refused(start, monkeypatch):
     assert path.read_bytes() == before
 
     def meanwhile(*args):
-        path.write_text(json.dumps({**json.loads(before), "items": []}))
+        path.write_text(json.dumps({**json.loads(before), "items": theirs}))
         return measure(*args)
 
     monkeypatch.setattr(loss, "measure", meanwhile)
-    with pytest.raises(gdn.Error, match="changed by another run"):
-        start(loss, docs=2)
-    assert json.loads(path.read_text())["items"] == []
+    ours = json.loads(before)["items"]
+    for theirs in ([], [{**ours[0], "kl": {}}], [*ours, ours[0]]):
+        path.write_bytes(before)
+        with pytest.raises(gdn.Error, match="changed by another run"):
+            start(loss, docs=2)
+        assert json.loads(path.read_text())["items"] == theirs
     assert [file.name for file in path.parent.iterdir()] == [path.name]     # nothing temporary
+
+
+@pytest.mark.parametrize("stage, tokens", [(loss, 66), (spectrum, 129)], ids=["03", "01"])
+def test_the_shortest_document_that_a_stage_takes_has_something_to_measure(stage, tokens, start):
+    with pytest.raises(gdn.Error, match=f"--tokens {tokens - 1} holds"):
+        start(stage, tokens=tokens - 1)
+    record = json.loads(start(stage, tokens=tokens, docs=1).read_text())
+    if stage is loss:
+        assert record["after_counts"] == [64, 1, 0, 0, 0]
+        assert record["items"][0]["after"]["0"][1] != record["items"][0]["after"]["full"][1]
+    else:
+        assert record["items"][0]["positions"] == [64, 128]
+
+
+def test_each_item_has_its_own_seconds(tmp_path, monkeypatch):
+    clock = iter([10.0, 12.0, 15.0, 20.0, 26.0])
+    monkeypatch.setattr(gdn.time, "perf_counter", lambda: next(clock))
+    run, record = run_of(random_model()), {"script": "", "items": [], "arguments": {},
+                                           "depends": {}, "environment": {"weights": ""}}
+    run.began = 9.0
+    with gdn.at_boundary(run):                                              # from 10 to 12
+        pass
+    for _ in range(2):                                                      # at 15 and at 20
+        gdn.add_item(run, tmp_path / "a.json", record, {})
+    assert [item["seconds"] for item in gdn.read_results(tmp_path / "a.json")["items"]] == [
+        {"total": 6.0, "truncate": 2.0}, {"total": 5.0, "truncate": 0.0}]
 
 
 def test_a_file_that_is_being_written_is_the_old_one_until_it_is_whole(tmp_path):
@@ -1819,6 +1848,9 @@ def test_a_file_names_its_task_and_length_by_flags_where_it_lacks_them(
     for wrong in (150, 500):                                                # too small, too large
         with pytest.raises(gdn.Error, match=f"does not fit to a length of {wrong}"):
             start(ruler, "bare", data=str(bare), tasks=("vt",), lengths=(wrong,))
+    said = write_data(tmp_path / "said.jsonl", "vt", tokenizer, length=220)     # by its lines
+    with pytest.raises(gdn.Error, match="does not fit to a length of 219.*lines say 220"):
+        start(ruler, "bare", data=said, tasks=("vt",), lengths=(219,))
     with pytest.raises(gdn.Error, match="crosses no boundary of --segment 250"):
         start(ruler, "bare", data=str(bare), tasks=("vt",), lengths=(210,), segment=250)
     with pytest.raises(gdn.Error, match="cwe"):                             # a folder has its name
@@ -2537,7 +2569,7 @@ def test_the_same_scope_is_the_posts_model_documents_number_length_and_wording(t
              "state": [128, 128]}
 
     def scope(model="Qwen/Qwen3.5-0.8B", docs=8, **arguments):
-        item = {"loss": {}}
+        item, arguments = {"loss": {}}, {"docs": 8, **arguments}            # asked, and done
         return report.differences([write_result(tmp_path, model, "03_loss.json", [item] * docs,
                                                 arguments, **shape)])
 
