@@ -261,11 +261,13 @@ def read_data(data, tasks, lengths, count, tokenizer):
             raise gdn.Error(f"{file} is a second file for {task} at {length} in --data {data}: "
                             "give one of them")
         found[task, length] = samples[:count], hashlib.sha256(file.read_bytes()).hexdigest()
-    if not found:
-        there = files or (sorted(path.iterdir()) if path.is_dir() else ["nothing"])
-        raise gdn.Error(f"--data {data} has no file for {' '.join(map(str, [*tasks, *lengths]))}: "
-                        f"there is {', '.join(map(str, there[:9]))} (a file's task is its folder's "
-                        "name; for one file elsewhere it is the one that --tasks names)")
+    missing = {*tasks, *lengths} - {name for key in found for name in key}
+    if missing or not found:
+        there = files or (path.is_dir() and sorted(path.iterdir())) or ["nothing"]
+        names = ", ".join(sorted(map(str, missing))) or "any task"
+        raise gdn.Error(f"--data {data} has no file for {names}: there is "
+                        f"{', '.join(map(str, there[:9]))} (a file's task is its folder's name; "
+                        "for one file elsewhere it is the one that --tasks names)")
     return found
 
 

@@ -290,6 +290,10 @@ def loss_panel(ax, runs):
     rank_curves(ax, runs, [described(record) for record in runs], changes, "loss")
     change_axis(ax, "change in loss, nats (linear up to 0.01)", 0.01)
     ax.set_yscale("symlog", linthresh=0.01)
+    powers = [x * 10.0 ** n for n in (-2, -1, 0) for x in (1, 3)]
+    ticks = [-x for x in powers] + [-0.005, 0, 0.005] + powers
+    ax.yaxis.set_major_locator(matplotlib.ticker.FixedLocator(ticks))
+    ax.yaxis.set_major_formatter("{x:g}")
 
 
 def kl_panel(ax, runs):
@@ -692,8 +696,8 @@ def main(*, model: str = None, results: str = "results"):
     problems = [problem for _, found in read.values() for problem in found]
     if not models:
         raise gdn.Error(f"--results {results} holds no result file of "
-                        f"{', '.join(names) or 'a model'} to report: run 01 to 04 first. "
-                        f"{'; '.join(problems)}")
+                        f"{', '.join(names) or 'a model'} to report: run 01 to 04 first"
+                        f"{'; '.join(['', *problems])}")
     figures = {}
     for panel, *select in FIGURES:
         figures[panel.__name__[:-6]] = draw(root, models, panel, *select)

@@ -252,8 +252,8 @@ def segments(model, ids, segment, cache, position=0, end=None):
             raise Error(f"transformers {transformers.__version__} does not fill the cache it is "
                         "given, so the model would run without a memory: install 5.24.0 or later")
         if not torch.isfinite(hidden).all():
-            raise Error(f"the model's output is NaN or infinite by token {stop}: it has overflowed "
-                        "(if it ran in half precision, try --dtype float32)")
+            raise Error(f"the model's output is NaN or infinite by token {stop}: its weights are, "
+                        "or it has overflowed (if it ran in half precision, try --dtype float32)")
         yield start, hidden, stop % segment == 0 and stop < end
         start, rows = stop, len(states_in(cache)[0])
 
@@ -567,6 +567,10 @@ def open_model(model, device="auto", dtype="auto", results="results"):
         tokenizer = AutoTokenizer.from_pretrained(here)
     if not tokenize(tokenizer, "a text"):
         raise Error(f"--model {model!r} has no tokenizer.json beside its config.json")
+    last = max(tokenizer.get_vocab().values())
+    if last >= config.vocab_size:
+        raise Error(f"--model {model!r} has embeddings for {config.vocab_size} tokens, and its "
+                    f"tokenizer gives ids up to {last}: it is another model's")
     if dtype == "auto":
         dtype = config.dtype or whole.dtype or torch.float32
     else:
@@ -595,7 +599,7 @@ def identity(folder):
     """
     weights = []
     for file in weight_files(folder):
-        with safetensors.safe_open(file, "pt") as tensors:
+        with reading(f"{file}: is it whole?"), safetensors.safe_open(file, "pt") as tensors:
             for name in tensors.keys():
                 values = tensors.get_tensor(name).flatten()
                 some = values[::max(values.numel() // 512, 1)].contiguous().view(torch.uint8)
@@ -631,8 +635,8 @@ def load_model(run, **placement):
     if not run.environment["device"].startswith("cuda"):            # where fast kernels fail
         for package in ("fla", "causal_conv1d"):
             sys.modules.setdefault(package, None)
-    with reading(f"the weights in {run.folder} as its config.json has them: some tensors have "
-                 "other names or shapes, or stand there twice"):
+    with reading(f"the weights in {run.folder}: its config.json asks for what is not to be had, or "
+                 "tensors have other names or shapes than it says, or stand there twice"):
         run.net, info = AutoModelForCausalLM.from_pretrained(
             run.folder, dtype=run.dtype, device_map=run.device, output_loading_info=True,
             ignore_mismatched_sizes=True, **placement)
@@ -709,11 +713,13 @@ def source_texts(source):
             file = from_hub(huggingface_hub.hf_hub_download, "allenai/c4", name,
                             repo_type="dataset")
             yield from jsonl_texts(file, name)
-    elif os.path.exists(path):
+    elif os.path.isdir(path) or os.path.isfile(path):               # no pipe, no device
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if not file.is_file() or file.name.startswith("."):
+                continue
             if re.search(r"\.jsonl?(\.gz)?$", file.name.lower()):
                 yield from jsonl_texts(file, file.name)
-            elif not file.is_dir() and not file.name.startswith("."):
+            else:
                 yield file.name, read_text(file)
     else:
         raise Error(f"--documents is stdlib, c4, or an existing file or folder, not {source!r}")
@@ -779,7 +785,7 @@ def write_whole(path, write):
 def read_results(path):
     """The content of a result file. Raises Error if it is none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)      # no NaN
         record["script"], record["items"], record["arguments"], record["depends"]
         record["environment"]["weights"]
         return record
@@ -983,14 +989,16 @@ def command(main):
     """
     for stream in filter(None, (sys.stdout, sys.stderr)):           # None: it was closed
         stream.reconfigure(errors="replace")                        # a terminal without a ±
-    typed = {}
+    typed, help_asked = {}, {"-h", "--help"} & set(sys.argv)
     stand_in = functools.wraps(main)(lambda **flags: typed.update(flags))
     own = "" if "Args:" in main.__doc__ else "\n\n    Args:"
     shared = [f"\n        {name}: {FLAGS[name]}." for name in main.__annotations__ if name in FLAGS]
     stand_in.__doc__ = main.__doc__.rstrip() + own + "".join(shared)
     fire.parser.DefaultParseValue = str                             # values stay as they were typed
     try:
-        fire.Fire(stand_in, ["--", "--help"] if {"-h", "--help"} & set(sys.argv) else sys.argv[1:])
+        if {"-", "--"} & set(sys.argv):                             # Fire stops reading flags there
+            raise Error("a dash alone is no flag: flags look like --docs 8, or --docs=8")
+        fire.Fire(stand_in, ["--", "--help"] if help_asked else sys.argv[1:])
         main(**{name: converted(main, name, value) for name, value in typed.items()})
         if sys.stdout:
             sys.stdout.flush()
@@ -998,8 +1006,7 @@ def command(main):
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped; what was finished is kept, and the same command goes on from there")
-    except (OSError, safetensors.SafetensorError,                   # of files and of the hub
-            huggingface_hub.errors.HFValidationError) as error:
+    except (OSError, huggingface_hub.errors.HFValidationError) as error:    # of files, of the hub
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)                # a pipe may have ended
         sys.exit(f"error: {first_line(error)}")
     except (RuntimeError, MemoryError) as error:
