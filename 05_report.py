@@ -356,8 +356,9 @@ def lengths_panel(ax, runs):
     """Task score against length, mean ± standard error over samples."""
     shared = [rank for rank in ranks_of(*runs) if all(rank in ranks_of(record) for record in runs)]
     for i, rank in enumerate(["full", *shared]):
+        x = np.arange(len(runs)) + min(0.06, 0.3 / (1 + len(shared))) * (i - len(shared) / 2)
         rows = [values(record, "scores", rank) for record in runs]
-        error_bars(ax, range(len(runs)), rows, i, "full state" if i == 0 else f"rank {rank}")
+        error_bars(ax, x, rows, i, "full state" if i == 0 else f"rank {rank}")
     names = [f"{record['arguments']['length']:,}\n({counted(record)})" for record in runs]
     steps(ax, [name.replace(", unf", ",\nunf") for name in names], "length, tokens")
     ax.set(ylim=(-5, 105), ylabel="score, points")
