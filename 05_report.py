@@ -27,7 +27,7 @@ plt.rcParams.update({"font.size": 11, "axes.spines.right": False, "axes.spines.t
 
 # ---- reading ------------------------------------------------------------------------------------
 
-PLAIN = {"heads": "all", "keep": "top", "store": "float32"}
+PLAIN = {key: gdn.DEFAULTS[key] for key in ("heads", "keep", "store")}
 
 
 def read_model(folder):
@@ -40,7 +40,7 @@ def read_model(folder):
             problems.append(str(error))
             continue
         record["file"] = path.relative_to(folder).as_posix()
-        if "unfinished" in counted(record):
+        if len(record["items"]) < asked(record):
             problems.append(f"{folder.name}/{record['file']}: {counted(record)}")
         if record["items"]:
             records.append(record)
@@ -86,7 +86,7 @@ def by_rank(records):
 def variant(record):
     """In what a run differs from the default: '' or 'heads over-256 (2 of 12), keep random'."""
     words = []
-    for key, default in {**PLAIN, "segment": 256, "data": None}.items():
+    for key, default in gdn.DEFAULTS.items():
         value = record["arguments"].get(key, default)
         if value != default:
             words.append(f"{key} {Path(value).name if key == 'data' else value}")
@@ -95,16 +95,19 @@ def variant(record):
     return ", ".join(words)
 
 
+def asked(record):
+    """How many documents or samples a run was to have."""
+    return record["arguments"]["samples" if record["script"] == "04_ruler" else "docs"]
+
+
 def counted(record):
     """What a mean is over: '8 documents of 4,096 tokens', '3 of 25 samples, unfinished'."""
-    made, n, thing = record["arguments"], len(record["items"]), "document"
-    if record["script"] == "04_ruler":
-        thing = "sample"
-    asked = made[f"{thing}s" if thing == "sample" else "docs"]
-    words = f"{n} of {asked} {thing}s" if n < asked else f"{n} {thing}{'s' * (n != 1)}"
+    n, all_there = len(record["items"]), len(record["items"]) >= asked(record)
+    thing = "sample" if record["script"] == "04_ruler" else "document"
+    words = f"{n} {thing}{'s' * (n != 1)}" if all_there else f"{n} of {asked(record)} {thing}s"
     if thing == "document":
-        words += f" of {made['tokens']:,} tokens"
-    return f"{words}, unfinished" if n < asked else words
+        words += f" of {record['arguments']['tokens']:,} tokens"
+    return words if all_there else f"{words}, unfinished"
 
 
 def described(record):
@@ -266,14 +269,17 @@ def steps(ax, names, label):
     ax.set(xlabel=label, xlim=(-0.5, len(names) - 0.5))
 
 
-def rank_curves(ax, runs, labels, measure, key):
-    """measure(record, key, rank) [items] of every run against its ranks, the largest to the left.
+def beside(i, n):
+    """How far the i-th of n curves stands from its steps, so that equal ones are seen: all stand
+    within a third of a step."""
+    return min(0.06, 0.3 / n) * (i - (n - 1) / 2)
 
-    The runs stand a little apart, all within a third of a step.
-    """
-    ranks, apart = ranks_of(*runs), min(0.06, 0.3 / len(runs))
+
+def rank_curves(ax, runs, labels, measure, key):
+    """measure(record, key, rank) [items] of every run by rank, the largest to the left."""
+    ranks = ranks_of(*runs)
     for i, record in enumerate(runs):
-        x = [ranks.index(rank) + apart * (i - (len(runs) - 1) / 2) for rank in ranks_of(record)]
+        x = [ranks.index(rank) + beside(i, len(runs)) for rank in ranks_of(record)]
         error_bars(ax, x, [measure(record, key, rank) for rank in ranks_of(record)], i, labels[i])
     steps(ax, [str(rank) for rank in ranks], "modes kept per head, r")
 
@@ -356,7 +362,7 @@ def lengths_panel(ax, runs):
     """Task score against length, mean ± standard error over samples."""
     shared = [rank for rank in ranks_of(*runs) if all(rank in ranks_of(record) for record in runs)]
     for i, rank in enumerate(["full", *shared]):
-        x = np.arange(len(runs)) + min(0.06, 0.3 / (1 + len(shared))) * (i - len(shared) / 2)
+        x = np.arange(len(runs)) + beside(i, 1 + len(shared))
         rows = [values(record, "scores", rank) for record in runs]
         error_bars(ax, x, rows, i, "full state" if i == 0 else f"rank {rank}")
     names = [f"{record['arguments']['length']:,}\n({counted(record)})" for record in runs]

@@ -188,8 +188,8 @@ def read_metric(gram):
     read so far may still be.
     """
     size = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    C = gram / size.clamp_min(1e-300) + 1e-3 * torch.eye(gram.shape[-1]).to(gram)
-    return torch.linalg.cholesky(C)
+    share = gram / size.clamp_min(torch.finfo(gram.dtype).tiny)
+    return torch.linalg.cholesky(share + 1e-3 * torch.eye(gram.shape[-1]).to(gram))
 
 
 def stored(x, store):
@@ -385,17 +385,17 @@ def token_losses(model, hidden, targets):
     full = head(hidden[0])                                          # [n, W]
     p, top = full.softmax(-1, dtype=torch.float32), full.argmax(-1)             # [n, W], [n]
     few = max(1, 2 ** 19 // full.shape[-1])                         # tokens: a piece stays in cache
+    shared = [x.split(few) for x in (targets.to(full.device), full, p, top)]
     rows = []
     for row in range(len(hidden)):
         logits = full if row == 0 else head(hidden[row])            # [n, W]
-        whole = (full, p, top, logits, targets.to(full.device))
-        parts = zip(*(x.split(few) for x in whole))
-        rows.append(torch.cat([compared(*part) for part in parts], dim=-1))
-        del logits, whole, parts                                    # before there is another
+        parts = [compared(*part) for part in zip(logits.split(few), *shared)]
+        rows.append(torch.cat(parts, dim=-1))
+        del logits                                                  # before there is another
     return torch.stack(rows, dim=1).cpu()
 
 
-def compared(full, p, top, logits, targets):
+def compared(logits, targets, full, p, top):
     """Loss, KL and agreement of a few tokens, [3, n]: a row's logits beside row 0's (full), its
     probabilities p, [n, W] each, and its most likely tokens, top [n].
 
@@ -771,6 +771,9 @@ def stdlib_files(held_out):
 
 # ---- result files -------------------------------------------------------------------------------
 
+DEFAULTS = {"heads": "all", "keep": "top", "store": "float32", "segment": 256, "data": None}
+
+
 def write_whole(path, write):
     """write(a temporary path), then rename: a killed run leaves the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -806,8 +809,7 @@ def open_results(run, stem, arguments, depends, texts=(), cut=None, **more):
         print(f"warning: {run.model} is made for at most {most} tokens (max_position_embeddings) "
               f"and will read {tokens}", file=sys.stderr)
     script = stem.partition("/")[0]
-    defaults = {"heads": "all", "keep": "top", "store": "float32", "segment": 256, "data": None}
-    for key, default in defaults.items():
+    for key, default in DEFAULTS.items():
         if script != "02_decay" and arguments.get(key, default) != default:
             stem += f".{key}={'ruler' if key == 'data' else arguments[key]}"
     path = run.output / f"{stem}.json"
@@ -996,7 +998,7 @@ def command(main):
     stand_in.__doc__ = main.__doc__.rstrip() + own + "".join(shared)
     fire.parser.DefaultParseValue = str                             # values stay as they were typed
     try:
-        if {"-", "--"} & set(sys.argv):                             # Fire stops reading flags there
+        if {"-", "--"} & set(sys.argv[1:]):                         # Fire stops reading flags there
             raise Error("a dash alone is no flag: flags look like --docs 8, or --docs=8")
         fire.Fire(stand_in, ["--", "--help"] if help_asked else sys.argv[1:])
         main(**{name: converted(main, name, value) for name, value in typed.items()})
