@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import string
 from pathlib import Path
 from random import Random
@@ -234,40 +235,36 @@ def make_sample(task, length, index, seed, tokenizer):
 
 # ---- prompts of RULER's own files ----------------------------------------------------------------
 
-def read_data(data, tasks, lengths, count, tokenizer):
+def read_data(data, tasks, lengths, count):
     """RULER's own prompts: {(task, length): (the first `count` samples, their file's SHA-256)}.
 
-    data: a .jsonl of RULER's generator, or a folder with .../<task>/validation.jsonl. A file's task
-    is its folder's name; for one file that is elsewhere it is what --tasks names. Its length is the
-    folder's in RULER's tree, <length>/data/<task>/validation.jsonl; elsewhere what --lengths names,
-    or else its lines say. Without tasks or lengths, all that are there.
+    data: a folder with RULER's tree, .../<length>/data/<task>/validation.jsonl, or a file of it.
+    Without tasks or lengths, all that are there.
     """
-    path, found = Path(os.path.expanduser(data)), {}
+    path, found = Path(os.path.abspath(os.path.expanduser(data))), {}
     files = [path] if path.is_file() else sorted(path.glob("**/validation.jsonl"))
     for file in files:
-        folder = Path(os.path.abspath(file)).parent
-        task, length = folder.name, folder.parent.parent.name
-        in_tree = folder.parent.name == "data" and length.isdecimal()
-        if file == path and task not in RULERS and len(tasks) == 1:
-            task = tasks[0]
-        if tasks and task not in tasks or in_tree and lengths and int(length) not in lengths:
+        place = re.search(r"/(\d+)/data/([^/]+)/[^/]+$", file.as_posix())
+        if not place:
+            raise gdn.Error(f"{file} says neither its length nor its task: put it where RULER does,"
+                            " in <length>/data/<task>/validation.jsonl")
+        length, task = int(place[1]), place[2]
+        if tasks and task not in tasks or lengths and length not in lengths:
             continue
         if task not in RULERS:
             raise gdn.Error(f"{file} is for {task}, which is no task of {', '.join(RULERS)}: name "
-                            "its task, or the tasks of a folder to run, with --tasks")
-        samples = read_upstream(file)
-        length = made_for(file, samples, (int(length),) if in_tree else lengths, tokenizer)
+                            "the tasks to run with --tasks")
         if (task, length) in found:
             raise gdn.Error(f"{file} is a second file for {task} at {length} in --data {data}: "
                             "give one of them")
-        found[task, length] = samples[:count], hashlib.sha256(file.read_bytes()).hexdigest()
+        sha = hashlib.sha256(file.read_bytes()).hexdigest()
+        found[task, length] = read_upstream(file)[:count], sha
     missing = {*tasks, *lengths} - {name for key in found for name in key}
     if missing or not found:
         there = files or (path.is_dir() and sorted(path.iterdir())) or ["nothing"]
         names = ", ".join(sorted(map(str, missing))) or "any task"
-        raise gdn.Error(f"--data {data} has no file for {names}: there is "
-                        f"{', '.join(map(str, there[:9]))} (a file's task is its folder's name; "
-                        "for one file elsewhere it is the one that --tasks names)")
+        raise gdn.Error(f"--data {data} has no <length>/data/<task>/validation.jsonl for {names}: "
+                        f"there is {', '.join(map(str, there[:9]))}")
     return found
 
 
@@ -280,36 +277,18 @@ def read_upstream(path):
         try:
             row = json.loads(line)
             prompt = row["input"] + row.get("answer_prefix", "")        # none before 2025
-            references, length = row["outputs"], row.get("length", 0)
-            texts = [prompt, *references]
+            texts = [prompt, *row["outputs"]]
             whole = len(texts) > 1 and all(isinstance(text, str) and text for text in texts)
-            if not (whole and isinstance(references, list) and isinstance(length, int)):
-                raise TypeError("its input, outputs or length are not RULER's")
+            if not (whole and isinstance(row["outputs"], list)):
+                raise TypeError("its input or outputs are not RULER's")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise gdn.Error(f"{path}, line {line_number}: no RULER sample with input and outputs "
                             f"({type(error).__name__}: {error})") from None
         prompt = prompt.encode(errors="replace").decode()               # no lone surrogates
-        samples.append({"prompt": prompt, "references": references, "length": length})
+        samples.append({"prompt": prompt, "references": row["outputs"]})
     if not samples:
         raise gdn.Error(f"{path} holds no sample")
     return samples
-
-
-def made_for(file, samples, lengths, tokenizer):
-    """The length that a file was made for: the one of `lengths`, or what its lines say.
-
-    Raises Error where that is not one length, or where the file's longest prompt belies it.
-    """
-    said = max(sample["length"] for sample in samples)
-    if len(lengths) > 1 or not (lengths or said):
-        raise gdn.Error(f"{file} is in no folder <length>/data/<task>, and its lines say "
-                        f"{said or 'no length'}: name the one it was made for with --lengths")
-    length = lengths[0] if lengths else said
-    tokens = len(gdn.tokenize(tokenizer, max((sample["prompt"] for sample in samples), key=len)))
-    if not max(tokens, said) <= length <= 2 * tokens:
-        raise gdn.Error(f"{file} does not fit to a length of {length}: its longest prompt has "
-                        f"{tokens} tokens, and its lines say {said or 'no length'}")
-    return length
 
 
 # ---- generation and score ------------------------------------------------------------------------
@@ -394,12 +373,11 @@ def main(*, model: str = "tiny/hybrid", tasks: gdn.names = DEFAULT_TASKS,
         tasks: RULER's names, or all: niah_single_1, _2, _3, niah_multikey_1, _2, _3,
             niah_multivalue, niah_multiquery, vt, cwe, fwe; with --data also qa_1 and qa_2. By
             default niah_single_1, niah_multikey_2, vt, cwe and fwe; with --data what is there.
-        lengths: tokens of prompt and answer together, 1024 by default; with --data the lengths to
-            run of RULER's tree, or the one that other files were made for.
+        lengths: tokens of prompt and answer together, 1024 by default; with --data what is there.
         samples: how many prompts of each task and length.
         seed: of the samples.
-        data: a .jsonl of RULER's own generator, or a folder of task/validation.jsonl or
-            length/data/task/validation.jsonl, instead of prompts made here.
+        data: prompts of RULER's own generator instead: a folder with its tree,
+            length/data/task/validation.jsonl, or a file of it.
     """
     arguments = dict(locals())
     if data is None:
@@ -413,7 +391,7 @@ def main(*, model: str = "tiny/hybrid", tasks: gdn.names = DEFAULT_TASKS,
     if data is None:
         given = {(task, length): (None, None) for task in tasks for length in lengths or (1024,)}
     else:
-        given = read_data(data, tasks, lengths, samples, run.tokenizer)
+        given = read_data(data, tasks, lengths, samples)
     ranks = gdn.check_ranks(run, ranks, RANKS, store)
     cut = gdn.Cut(keep, store, gdn.chosen_heads(run, heads))
     rows = rows or len(ranks)
@@ -448,15 +426,14 @@ def main(*, model: str = "tiny/hybrid", tasks: gdn.names = DEFAULT_TASKS,
 
 
 def check_length(task, length, samples, seed, segment, tokenizer):
-    """Raise Error where a length is too short for the smallest sample, or for a boundary."""
-    budget, works, needed = NEW_TOKENS[family(task)], 0, length
-    while works < needed:                                       # other lengths have other samples
-        works = needed
-        smallest = [sized_sample(task, works, index, seed, tokenizer, SMALLEST[family(task)])
-                    for index in range(samples)]
-        needed = budget + max(len(sample["ids"]) for sample in smallest)
-    if works > length:
-        raise gdn.Error(f"--lengths {length} is too short for {task}: {works} works")
+    """Raise Error where a length is too short for the smallest samples, or for a boundary."""
+    budget, needed = NEW_TOKENS[family(task)], 0
+    for index in range(samples):
+        sample = sized_sample(task, length, index, seed, tokenizer, SMALLEST[family(task)])
+        needed = max(needed, len(sample["ids"]) + budget)
+    if needed > length:
+        raise gdn.Error(f"--lengths {length} is too short for {task}: the smallest prompts and "
+                        f"their answers take up to {needed} tokens")
     if length - budget <= segment:
         raise gdn.Error(f"--lengths {length} leaves {task} no prompt beyond the first boundary of "
                         f"--segment {segment}: nothing would be truncated")

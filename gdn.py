@@ -378,37 +378,38 @@ def token_losses(model, hidden, targets):
         that follow.
 
     The next-token cross-entropy in nats; KL(p_0 || p_row) in nats, over the W words of the
-    vocabulary; and whether a row's most likely token is that of row 0 (1 or 0). Logits are held of
+    vocabulary; and whether row 0's most likely token is the row's, too (1 or 0). Logits are held of
     row 0 and of one more row at a time; each row goes through the head once.
     """
     head = model.get_output_embeddings()
-    full = head(hidden[0])                                          # [n, W]
-    p, top = full.softmax(-1, dtype=torch.float32), full.argmax(-1)             # [n, W], [n]
-    few = max(1, 2 ** 19 // full.shape[-1])                         # tokens: a piece stays in cache
-    shared = [x.split(few) for x in (targets.to(full.device), full, p, top)]
-    rows = []
+    full = head(hidden[0]).float()                                  # [n, W]
+    top, targets = full.argmax(-1, keepdim=True), targets.to(full.device)[:, None]      # [n, 1]
+    words = 2 ** 19 if full.device.type == "cpu" else 2 ** 24       # at once: a cache holds them
+    few = max(1, words // full.shape[-1])                           # tokens at once
+    found = torch.zeros(3, *hidden.shape[:2], dtype=torch.float64, device=full.device)
     for row in range(len(hidden)):
         logits = full if row == 0 else head(hidden[row])            # [n, W]
-        parts = [compared(*part) for part in zip(logits.split(few), *shared)]
-        rows.append(torch.cat(parts, dim=-1))
+        for start in range(0, len(full), few):
+            at = slice(start, start + few)
+            x = logits[at].float()
+            found[0, row, at] = x.logsumexp(-1) - x.gather(1, targets[at])[:, 0]
+            if row > 0:
+                found[1, row, at] = kl_divergence(full[at], x)
+            found[2, row, at] = x.gather(1, top[at])[:, 0] == x.amax(-1)
         del logits                                                  # before there is another
-    return torch.stack(rows, dim=1).cpu()
+    return found.cpu()
 
 
-def compared(logits, targets, full, p, top):
-    """Loss, KL and agreement of a few tokens, [3, n]: a row's logits beside row 0's (full), its
-    probabilities p, [n, W] each, and its most likely tokens, top [n].
+def kl_divergence(full, logits):
+    """KL(p_full || p_logits) of each token, [n], in nats, in float64; logits [n, W] of float32.
 
-    With d = logits - full, centred so that its mean under p is 0, the KL is
-    log(1 + sum p (exp(d) - 1 - d)): no difference of large sums, so exact where it is small.
+    With d = logits - full, less its mean under p_full, it is log(sum p_full exp(d)): no difference
+    of large sums, so exact where it is small.
     """
-    logits = logits.float()
-    d = logits - full                                               # [n, W]
-    d -= torch.linalg.vecdot(p, d)[:, None]
-    inner = d.double().expm1_().sub_(d).mul_(p)                     # in place: half the time
-    kl = inner.sum(-1).clamp_min(0).log1p()
-    loss = logits.logsumexp(-1) - logits.gather(1, targets[:, None])[:, 0]
-    return torch.stack([loss.double(), kl, (logits.argmax(-1) == top).double()])
+    p, d = full.softmax(-1).double(), (logits - full).double()      # [n, W]
+    total = p.sum(-1)                                               # 1, but for float32's rounding
+    d -= (torch.linalg.vecdot(p, d) / total)[:, None]
+    return (torch.linalg.vecdot(p, d.expm1_()) / total).clamp_min(0).log1p()
 
 
 # From here on it is plumbing, and you may stop reading: threads, models, documents, files, flags.

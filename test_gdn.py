@@ -1708,15 +1708,19 @@ def test_the_score_is_the_share_of_references_found_whatever_their_case():
     assert ruler.score("cwe", "in Paris", ["paris", "rome"]) == 50
 
 
-def test_a_length_too_short_for_a_task_is_told_with_one_that_works(start, tokenizer, monkeypatch):
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_a_length_too_short_for_a_task_is_told_with_what_its_smallest_prompts_take(
+        task, start, tokenizer, monkeypatch):
     monkeypatch.setattr(gdn, "load_model", lambda run: pytest.fail("it was loaded"))
-    for task in ruler.TASKS:
-        with pytest.raises(gdn.Error, match=f"too short for {task}: .* works") as error:
-            start(ruler, tasks=(task,), lengths=(20,), segment=8)
-        works = int(re.search(r"(\d+) works", str(error.value))[1])
-        for index in range(3):
-            sample = ruler.make_sample(task, works, index, 0, tokenizer)
-            assert len(sample["ids"]) + ruler.NEW_TOKENS[ruler.family(task)] <= works
+    sizes = [len(ruler.sized_sample(task, 20, index, 0, tokenizer,
+                                    ruler.SMALLEST[ruler.family(task)])["ids"])
+             for index in range(3)]
+    needed = max(sizes) + ruler.NEW_TOKENS[ruler.family(task)]
+    with pytest.raises(gdn.Error, match=f"too short for {task}: .* up to {needed} tokens"):
+        start(ruler, tasks=(task,), lengths=(20,), segment=8)
+
+
+def test_a_length_whose_prompt_crosses_no_boundary_is_told(start):
     with pytest.raises(gdn.Error, match="no prompt beyond the first boundary"):
         start(ruler, lengths=(150,), segment=146)
 
@@ -1834,52 +1838,49 @@ def test_rulers_own_tree_runs_as_it_is_length_by_length(start, tokenizer, tmp_pa
     record = json.loads((path.parent / "vt_300.segment=64.data=ruler.json").read_text())
     assert [item["scores"]["full"] for item in record["items"]] == [0, 0]
     answered.clear()
-    start(ruler, "one", data=str(tree), tasks=("vt",), lengths=(300,), samples=1)
-    assert answered == [(made[6]["prompt"], 4)]
-    with pytest.raises(gdn.Error, match="has no file for 512, vt: there is .*validation.jsonl"):
-        start(ruler, data=str(tree), tasks=("vt",), lengths=(512,))
-    with pytest.raises(gdn.Error, match="has no file for cwe: there is"):   # also if others are
-        start(ruler, data=str(tree), tasks=("vt", "cwe"), lengths=(300,))
+    for samples in (1, 2):                                                  # and goes on
+        start(ruler, "one", data=str(tree), tasks=("vt",), lengths=(300,), samples=samples)
+    assert answered == [(sample["prompt"], 4) for sample in made[6:]]
+    write_data(tree / "300" / "data" / "vt" / "validation.jsonl", "vt", tokenizer, outputs=["a"])
+    with pytest.raises(gdn.Error, match="was made with data"):
+        start(ruler, "one", data=str(tree), tasks=("vt",), lengths=(300,))
+    for tasks, length, lacks in ((("vt",), 512, "512, vt"), (("vt", "cwe"), 300, "cwe")):
+        with pytest.raises(gdn.Error, match=f"validation.jsonl for {lacks}: there is .*vt/valid"):
+            start(ruler, data=str(tree), tasks=tasks, lengths=(length,))
+    shutil.copytree(tree / "300", tree / "again" / "300")
+    with pytest.raises(gdn.Error, match="is a second file for niah_single_2 at 300"):
+        start(ruler, data=str(tree), tasks=(), lengths=(300,))
 
 
-def test_a_file_names_its_task_and_length_by_flags_where_it_lacks_them(
-        start, tokenizer, tmp_path, answered):
+def test_one_file_of_rulers_tree_runs_and_one_that_is_elsewhere_is_told_where_to_go(
+        start, tokenizer, tmp_path, answered, monkeypatch):
     whole = ruler.make_sample("vt", 200, 0, 3, tokenizer)["prompt"]
-    old = write_data(tmp_path / "vt" / "validation.jsonl", "vt", tokenizer, length=200,
+    old = write_data(tmp_path / "200" / "data" / "vt" / "my.jsonl", "vt", tokenizer,
                      input=whole, answer_prefix=None)                       # as before 2025
-    path = start(ruler, data=old, tasks=ruler.DEFAULT_TASKS, lengths=(), samples=1)
+    monkeypatch.chdir(Path(old).parent)                                     # a path without folders
+    path = start(ruler, data="my.jsonl", tasks=ruler.DEFAULT_TASKS, lengths=(), samples=1)
     assert path.name == "vt_200.segment=64.data=ruler.json" and answered == [(whole, 4)]
-    bare = tmp_path / "my.jsonl"
-    bare.write_text(json.dumps({"input": whole, "outputs": ["x"]}))         # no length
-    with pytest.raises(gdn.Error, match="with --tasks"):
-        start(ruler, "bare", data=str(bare), tasks=ruler.DEFAULT_TASKS)
-    with pytest.raises(gdn.Error, match="with --lengths"):
-        start(ruler, "bare", data=str(bare), tasks=("vt",), lengths=())
-    assert start(ruler, "bare", data=str(bare), tasks=("vt",), lengths=(210,)).name[:6] == "vt_210"
-    for wrong in (150, 500):                                                # too small, too large
-        with pytest.raises(gdn.Error, match=f"does not fit to a length of {wrong}"):
-            start(ruler, "bare", data=str(bare), tasks=("vt",), lengths=(wrong,))
-    said = write_data(tmp_path / "said.jsonl", "vt", tokenizer, length=220)     # by its lines
-    with pytest.raises(gdn.Error, match="does not fit to a length of 219.*lines say 220"):
-        start(ruler, "bare", data=said, tasks=("vt",), lengths=(219,))
     with pytest.raises(gdn.Error, match="crosses no boundary of --segment 250"):
-        start(ruler, "bare", data=str(bare), tasks=("vt",), lengths=(210,), segment=250)
-    with pytest.raises(gdn.Error, match="cwe"):                             # a folder has its name
-        start(ruler, "bare", data=str(tmp_path / "vt"), tasks=("cwe",), lengths=())
+        start(ruler, data=old, tasks=("vt",), lengths=(), segment=250)
+    for place, says in (("vt/my.jsonl", "put it where RULER does"),
+                        ("200/data/other/my.jsonl", "other, which is no task")):
+        elsewhere = write_data(tmp_path / place, "vt", tokenizer)
+        with pytest.raises(gdn.Error, match=says):
+            start(ruler, data=elsewhere, tasks=(), lengths=())
 
 
 @pytest.mark.parametrize("line", [
     "{", '"text"', "[" * 100_000, '{"outputs": ["b"]}', '{"input": "a"}',
     '{"input": "", "outputs": ["b"]}', '{"input": "a", "outputs": [""]}',
     '{"input": "a", "outputs": "b"}', '{"input": "a", "outputs": []}',
-    '{"input": "a", "outputs": ["b"], "length": Infinity}', '{"input": 5, "outputs": ["b"]}'])
+    '{"input": 5, "outputs": ["b"]}'])
 def test_a_bad_line_of_a_ruler_file_is_named_before_the_model_is_loaded(
         tmp_path, start, tokenizer, monkeypatch, line):
     monkeypatch.setattr(gdn, "load_model", lambda *_: pytest.fail("it was loaded"))
-    write_data(tmp_path / "vt.jsonl", "vt", tokenizer)
-    (tmp_path / "vt.jsonl").write_text((tmp_path / "vt.jsonl").read_text().strip() + "\n" + line)
-    with pytest.raises(gdn.Error, match="vt.jsonl, line 3"):
-        start(ruler, data=str(tmp_path / "vt.jsonl"), tasks=("vt",))
+    file = Path(write_data(tmp_path / "200" / "data" / "vt" / "my.jsonl", "vt", tokenizer))
+    file.write_text(file.read_text().strip() + "\n" + line)
+    with pytest.raises(gdn.Error, match="my.jsonl, line 3"):
+        start(ruler, data=str(file), tasks=("vt",), lengths=())
     with pytest.raises(gdn.Error, match="there is nothing"):
         start(ruler, data=str(tmp_path / "nothing"))
 
