@@ -152,11 +152,11 @@ LENGTHS = (16384, 65536, 131072)
 
 
 def is_the_posts(record):
-    """Whether the model is the hub's Qwen3.5-0.8B or -Base, or a folder of that name and shape."""
-    model, shape = record["model"], {"layers": 24, "hidden": 1024, "heads": 16}
+    """Whether the model is the hub's Qwen3.5-0.8B or -Base, or a folder of that name and states."""
+    model = record["model"]
     if os.path.isabs(model):
         model = f"Qwen/{Path(model).name}"
-    return (model in ("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B-Base") and record["shape"] == shape
+    return (model in ("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B-Base")
             and len(record["layers"]) == 18 and record["state"] == [128, 128])
 
 

@@ -821,11 +821,9 @@ def open_results(run, stem, arguments, depends, texts=(), cut=None, **more):
         more["heads_cut"] = [int(cut.heads.sum()), cut.heads.numel()]
         more["bytes"] = {rank: bytes_stored(*run.state, rank, cut.store)
                          for rank in depends["ranks"]}
-    shape = {"layers": run.config.num_hidden_layers, "hidden": run.config.hidden_size,
-             "heads": run.config.linear_num_value_heads}
     record = {"script": script, "model": run.model, "layers": run.layers, "state": run.state,
-              "shape": shape, "arguments": {**arguments, "model": run.model},
-              "environment": run.environment, "depends": depends, **more, "items": []}
+              "arguments": {**arguments, "model": run.model}, "environment": run.environment,
+              "depends": depends, **more, "items": []}
     record = json.loads(json.dumps(record))
     path.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=path.parent).close()                 # known now, not in hours
