@@ -793,6 +793,13 @@ def test_loss_kl_and_agreement_are_those_of_a_float64_softmax():
     assert gdn.token_losses(net, hidden[:, :0], targets[:0]).shape == (3, 3, 0)
 
 
+def test_of_words_that_are_equally_likely_each_is_the_most_likely():
+    model = SimpleNamespace(get_output_embeddings=lambda: torch.nn.Identity())
+    logits = torch.tensor([[0.0, 2, 1], [2, 2, 1], [2.5, 2, 1], [0, 2, 2]]).bfloat16()[:, None]
+    got = gdn.token_losses(model, logits, torch.tensor([0]))
+    assert got[2, :, 0].tolist() == [1, 1, 0, 1]
+
+
 def of_heads(measure, *stacks):
     """[layer][head] of measure(one head's entry of each stack), where stacks are [layer][head]."""
     return np.array([[measure(*entries) for entries in zip(*layers)] for layers in zip(*stacks)])
