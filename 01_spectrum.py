@@ -30,14 +30,13 @@ def main(*, model: str = "tiny/hybrid", documents: str = "stdlib", docs: gdn.cou
     run = gdn.open_model(model, device, dtype, results)
     ranks = gdn.check_ranks(run, ranks, RANKS)
     texts = gdn.documents(documents, run.tokenizer, docs, tokens)
-    depends = {"tokens": tokens, "segment": segment, "ranks": ranks}
-    path, record = gdn.open_results(run, "01_spectrum", {**arguments, "ranks": ranks}, depends,
-                                    texts)
+    path, record = gdn.open_results(run, "01_spectrum", {**arguments, "ranks": ranks}, texts)
     left = texts[len(record["items"]):]
     gdn.start(run, path, len(left), len(left) * tokens)
     other = None
     if left and record["items"]:                                        # a stopped run goes on
-        other = last_vectors(run, texts[0][2], segment)
+        _, other = measure(run, texts[0][2], segment, ranks, None)
+        run.bar.reset()
     for name, sha, ids in left:
         found, last = measure(run, ids, segment, ranks, other)
         gdn.add_item(run, path, record, {"name": name, "sha256": sha, **found})
@@ -125,22 +124,16 @@ def read_shares(calls, sigma, vectors):
 
 
 def overlaps(one, two, ranks):
-    """||A_r^T B_r||_F^2 / r of two sets of right vectors [L, H, K, M]: [ranks, L, H]."""
+    """||A_r^T B_r||_F^2 / r of two sets of right vectors [L, H, K, M]: [ranks, L, H].
+
+    Modes below 1e-7 of a head's largest are its float32 state's rounding, and overlap at random.
+    """
     squares = (one.mT @ two).square()                                   # [L, H, M, M]
     return torch.stack([squares[..., :rank, :rank].sum((-2, -1)) / rank for rank in ranks])
 
 
 def by_rank(ranks, values):
     return {str(rank): value.tolist() for rank, value in zip(ranks, values)}
-
-
-def last_vectors(run, ids, segment):
-    """The right vectors [L, H, K, M] at the last boundary of a document."""
-    cache = DynamicCache(config=run.net.config)
-    for _, _, boundary in gdn.segments(run.net, ids, segment, cache):
-        if boundary:
-            states = one_device(gdn.states_in(cache))
-    return gdn.modes(states)[1]
 
 
 def print_table(record):

@@ -20,8 +20,7 @@ def main(*, model: str = "tiny/hybrid", documents: str = "stdlib", docs: gdn.cou
     arguments = dict(locals())
     run = gdn.open_model(model, device, dtype, results)
     texts = gdn.documents(documents, run.tokenizer, docs, tokens)
-    depends = {"tokens": tokens, "segment": segment}
-    path, record = gdn.open_results(run, "02_decay", arguments, depends, texts)
+    path, record = gdn.open_results(run, "02_decay", arguments, texts)
     left = texts[len(record["items"]):]
     gdn.start(run, path, len(left), len(left) * tokens)
     for name, sha, ids in left:

@@ -31,10 +31,9 @@ def main(*, model: str = "tiny/hybrid", documents: str = "stdlib", docs: gdn.cou
     cut = gdn.Cut(keep, store, gdn.chosen_heads(run, heads))
     texts = gdn.documents(documents, run.tokenizer, docs, tokens)
     edges, bins = after_bins(tokens, segment)
-    depends = {"tokens": tokens, "segment": segment, "ranks": ranks}
     path, record = gdn.open_results(
-        run, "03_loss", {**arguments, "ranks": ranks}, depends, texts, cut,
-        after_bins=edges, after_counts=bins.bincount(minlength=len(edges)).tolist())
+        run, "03_loss", {**arguments, "ranks": ranks}, texts, cut, after_bins=edges,
+        after_counts=bins.bincount(minlength=len(edges)).tolist())
     rows = rows or len(ranks)
     groups = [ranks[i:i + rows] for i in range(0, len(ranks), rows)]
     left = texts[len(record["items"]):]
@@ -99,7 +98,7 @@ def print_table(record):
           f"{'same top token':>15}")
     for rank, size in record["bytes"].items():
         change = gdn.with_error([item["loss"][rank] - item["loss"]["full"] for item in items])
-        kl = gdn.with_error([item["kl"][rank] for item in items])
+        kl = gdn.with_error([item["kl"][rank] for item in items]).removeprefix("+")
         agree, _ = gdn.mean_se([item["agree"][rank] for item in items])
         print(f"{rank:>6} {size:>13,} {change:>22} {kl:>22} {agree:15.1%}")
 

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import string
+from itertools import takewhile
 from pathlib import Path
 from random import Random
 from uuid import UUID
@@ -183,12 +184,9 @@ def build(task, size, rng, length, hops=4, common=10, repeats=None):
         return fwe(size, rng, vocabulary=max(length // 50, 4))
     short, example, avoid = length < 4096, "", ()
     if length >= 2048:
-        if task == "vt":
-            text, [(ask, prefix, answer)] = vt(4, rng)
-        elif short:
-            text, [(ask, prefix, answer)] = cwe(10, rng, repeats=(3, 1))
-        else:
-            text, [(ask, prefix, answer)] = cwe(30, rng, repeats=(10, 3))
+        others, times = (10, (3, 1)) if short else (30, (10, 3))
+        solved = vt(4, rng) if task == "vt" else cwe(others, rng, repeats=times)
+        text, [(ask, prefix, answer)] = solved
         example = f"{text}{ask}{prefix} {' '.join(answer)}\n\n"
         avoid = {*text.split(), *ask.strip("?").split()}
     if task == "vt":
@@ -298,15 +296,14 @@ def generate(run, ids, ranks, segment, cut, new_tokens, stop):
     """Greedy answers to one prompt, ids [1, T], by the untouched model and a row per rank.
 
     Lists of tokens. Boundaries are counted from the first token of the prompt and go on through the
-    answer. A row ends at one of the tokens in stop, which is left out.
+    answer. An answer ends before the first of the tokens in stop, a set.
     """
-    cache, gram, position, feed = DynamicCache(config=run.net.config), 0.0, 0, ids
+    cache, gram, feed = DynamicCache(config=run.net.config), 0.0, ids
     rows, end = 1 + len(ranks), ids.shape[1] + new_tokens - 1   # the last token is not read again
-    answers, open_rows = [[] for _ in range(rows)], set(range(rows))
+    answers = [[] for _ in range(rows)]
     with gdn.recorded_rule(run.net) as calls:
-        while True:
-            for start, hidden, boundary in gdn.segments(run.net, feed, segment, cache, position,
-                                                        end):
+        while len(answers[0]) < new_tokens and not all(stop & set(answer) for answer in answers):
+            for start, hidden, boundary in gdn.segments(run.net, feed, segment, cache, end):
                 position = start + hidden.shape[1]
                 if boundary:
                     with gdn.at_boundary(run):
@@ -318,13 +315,9 @@ def generate(run, ids, ranks, segment, cut, new_tokens, stop):
                 raise gdn.Error(f"the model's logits after token {position} are NaN or infinite: "
                                 "it has overflowed (in half precision, try --dtype float32)")
             feed = logits.argmax(-1, keepdim=True).expand(rows, -1)             # [1 + R, 1]
-            for row, token in enumerate(feed[:, 0].tolist()):
-                if token in stop:
-                    open_rows.discard(row)
-                elif row in open_rows:
-                    answers[row].append(token)
-            if not open_rows or position - ids.shape[1] + 1 == new_tokens:
-                return answers
+            for answer, token in zip(answers, feed[:, 0].tolist()):
+                answer.append(token)
+    return [list(takewhile(lambda token: token not in stop, answer)) for answer in answers]
 
 
 def score(task, output, references):
@@ -401,11 +394,9 @@ def main(*, model: str = "tiny/hybrid", tasks: gdn.names = DEFAULT_TASKS,
         if not prompts:
             check_length(task, length, samples, seed, segment, run.tokenizer)
         count = len(prompts) if prompts else samples
-        depends = {"task": task, "length": length, "segment": segment, "ranks": ranks,
-                   "data": sha, "seed": None if prompts else seed}
-        path, record = gdn.open_results(
-            run, f"04_ruler/{task}_{length}", {**arguments, "task": task, "length": length,
-                                               "samples": count, "ranks": ranks}, depends, cut=cut)
+        made = {**arguments, "task": task, "length": length, "samples": count, "ranks": ranks,
+                "seed": None if prompts else seed}
+        path, record = gdn.open_results(run, f"04_ruler/{task}_{length}", made, cut=cut, data=sha)
         files.append((path, record, prompts, range(len(record["items"]), count)))
     tokens = sum(len(left) * record["depends"]["length"] for _, record, _, left in files)
     gdn.start(run, path.parent, sum(len(left) for *_, left in files), tokens * len(groups))

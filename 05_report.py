@@ -39,17 +39,18 @@ def read_model(folder):
         except gdn.Error as error:
             problems.append(str(error))
             continue
-        record["file"] = path.relative_to(folder).as_posix()
+        record = {**record["arguments"], **record, "file": path.relative_to(folder).as_posix()}
         if len(record["items"]) < asked(record):
             problems.append(f"{folder.name}/{record['file']}: {counted(record)}")
         if record["items"]:
             records.append(record)
-    records.sort(key=lambda run: (run["script"], variant(run), run["arguments"].get("length", 0)))
+    records.sort(key=lambda run: (run["script"], variant(run), run.get("length", 0)))
     for script in ("01_spectrum", "02_decay", "03_loss", "04_ruler"):
         if not find(records, script):
             problems.append(f"{script} has not run on {folder.name}")
-    for key, made in (("weights", "environment"), ("documents", "arguments")):
-        found = {record[made][key] for record in records if key in record[made]}
+    sources = {record["documents"] for record in records if "documents" in record}
+    weights = {record["environment"]["weights"] for record in records}
+    for key, found in (("weights", weights), ("documents", sources)):
         if len(found) > 1:
             problems.append(f"{folder.name} has results of different {key}: "
                             f"{', '.join(sorted(found))}")
@@ -60,7 +61,7 @@ def find(records, script, **arguments):
     """The runs of a stage with these arguments, as far as it has them; the default run first."""
     found = []
     for record in records:
-        made = {**arguments, **record["arguments"]}
+        made = {**arguments, **record}
         if record["script"] == script and all(made[key] == arguments[key] for key in arguments):
             found.append(record)
     return found
@@ -80,14 +81,14 @@ def codings(records):
 def by_rank(records):
     """The runs that are shown by rank: those in float32, and those that are not among codings."""
     return [record for record in find(records, "03_loss")
-            if record["arguments"]["store"] == "float32" or record not in codings(records)]
+            if record["store"] == "float32" or record not in codings(records)]
 
 
 def variant(record):
     """In what a run differs from the default: '' or 'heads over-256 (2 of 12), keep random'."""
     words = []
     for key, default in gdn.DEFAULTS.items():
-        value = record["arguments"].get(key, default)
+        value = record.get(key, default)
         if value != default:
             words.append(f"{key} {Path(value).name if key == 'data' else value}")
             if key == "heads":
@@ -97,7 +98,7 @@ def variant(record):
 
 def asked(record):
     """How many documents or samples a run was to have."""
-    return record["arguments"]["samples" if record["script"] == "04_ruler" else "docs"]
+    return record["samples" if record["script"] == "04_ruler" else "docs"]
 
 
 def counted(record):
@@ -106,12 +107,12 @@ def counted(record):
     thing = "sample" if record["script"] == "04_ruler" else "document"
     words = f"{n} {thing}{'s' * (n != 1)}" if all_there else f"{n} of {asked(record)} {thing}s"
     if thing == "document":
-        words += f" of {record['arguments']['tokens']:,} tokens"
+        words += f" of {record['tokens']:,} tokens"
     return words if all_there else f"{words}, unfinished"
 
 
 def described(record):
-    plain = "all heads, top modes" if "keep" in record["arguments"] else "all heads"
+    plain = "all heads, top modes" if "keep" in record else "all heads"
     return f"{variant(record) or plain}; {counted(record)}"
 
 
@@ -128,7 +129,7 @@ def changes(record, key, rank):
 
 
 def ranks_of(*records):
-    ranks = {rank for record in records for rank in record["arguments"]["ranks"]}
+    ranks = {rank for record in records for rank in record["ranks"]}
     return sorted(ranks, reverse=True)
 
 
@@ -165,21 +166,18 @@ def differences(records):
     words = [] if is_the_posts(records[0]) else ["another model"]
     for script in ("01_spectrum", "02_decay", "03_loss"):
         for record in find(records, script, **PLAIN)[:1]:
-            made = {**record["arguments"], "docs": len(record["items"])}
+            made = {**record, "docs": len(record["items"])}
             off = [f"--{key} {made[key]}" for key in POST if made[key] != POST[key]]
             words.append(f"{script}: {', '.join(off) or 'same scope'}")
     runs = find(records, "04_ruler", **PLAIN)
     if runs:
-        off, fewest = [], min(len(record["items"]) for record in runs)
-        lengths = sorted({record["arguments"]["length"] for record in runs} - set(LENGTHS))
-        if lengths:
-            off.append(f"lengths {', '.join(map(str, lengths))}")
-        if fewest < 50:
-            off.append(f"samples from {fewest}")
-        if not all(record["arguments"]["data"] for record in runs):
-            off.append("our wording, not RULER's")
-        if any(record["arguments"]["segment"] != 256 for record in runs):
-            off.append("another segment")
+        fewest = min(len(record["items"]) for record in runs)
+        lengths = sorted({record["length"] for record in runs} - set(LENGTHS))
+        off = {f"lengths {', '.join(map(str, lengths))}": lengths,
+               f"samples from {fewest}": fewest < 50,
+               "our wording, not RULER's": not all(record["data"] for record in runs),
+               "another segment": any(record["segment"] != 256 for record in runs)}
+        off = [difference for difference, is_so in off.items() if is_so]
         words.append(f"04_ruler: {', '.join(off) or 'same scope'}")
     return "; ".join(words)
 
@@ -217,13 +215,13 @@ def loss_at(records, rank):
 def task_at(records, task, lengths, ranks):
     """A line for each run at the post's lengths; if there is none, for each at others."""
     runs, lines = find(records, "04_ruler", task=task, **PLAIN), []
-    at_the_posts = [record for record in runs if record["arguments"]["length"] in lengths]
+    at_the_posts = [record for record in runs if record["length"] in lengths]
     for record in at_the_posts or runs:
         words = [f"full state {values(record, 'scores', 'full').mean():.0f}"]
         for rank in ranks:
             if rank in ranks_of(record):
                 words.append(f"rank {rank} {gdn.with_error(changes(record, 'scores', rank))}")
-        length = f"{record['arguments']['length']:,} tokens"
+        length = f"{record['length']:,} tokens"
         lines.append(f"{length} ({described(record)}): {', '.join(words)}")
     return "\n".join(lines)
 
@@ -326,33 +324,29 @@ def after_panel(ax, runs):
 def bytes_panel(ax, runs):
     """KL against the bytes carried of a head: a colour a way of storing, dashes the modes kept, \
 stars whole states; mean ± standard error over documents."""
-    sizes = [size for record in runs for size in record["bytes"].values() if size] or [1]
-    low, high = int(np.log2(min(sizes)) // 2), int(-(-np.log2(max(sizes)) // 2))
-    ticks = [4.0 ** n for n in range(low - 1, high + 1)]            # the first stands for 0 bytes
-    stores = sorted({record["arguments"]["store"] for record in runs})
-    keeps = sorted({record["arguments"]["keep"] for record in runs}, reverse=True)      # top first
+    stores = sorted({record["store"] for record in runs})
+    keeps = sorted({record["keep"] for record in runs}, reverse=True)       # top first
     for record in runs:
-        made, whole = record["arguments"], min(record["state"])
         points = {}                                                 # by whether the state is whole
         for rank in ranks_of(record):
-            size = record["bytes"][str(rank)] or ticks[0]
-            points.setdefault(rank == whole, []).append((size, values(record, "kl", rank)))
-        label = f"{made['store']}, {made['keep']} modes; {counted(record)}"
+            point = record["bytes"][str(rank)], values(record, "kl", rank)
+            points.setdefault(rank == min(record["state"]), []).append(point)
+        label = f"{record['store']}, {record['keep']} modes; {counted(record)}"
         for is_whole, found in points.items():
             looks = {"marker": "*", "markersize": 14, "markeredgecolor": "black"}
-            error_bars(ax, *zip(*found), stores.index(made["store"]),
+            error_bars(ax, *zip(*found), stores.index(record["store"]),
                        "_nolegend_" if is_whole and len(points) == 2 else label,
-                       linestyle=LINES[keeps.index(made["keep"])], **(looks if is_whole else {}))
-    ax.set_xscale("log", base=4)
-    ax.set_xticks(ticks, ["0", *(f"{tick:,.0f}" for tick in ticks[1:])])
-    ax.set_xticks([], minor=True)
-    ax.set(xlabel="bytes carried per head", xlim=(ticks[0] / 1.5, ticks[-1] * 1.5),
-           ylabel="KL from the untouched model, nats")
+                       linestyle=LINES[keeps.index(record["keep"])], **(looks if is_whole else {}))
+    sizes = [size for record in runs for size in record["bytes"].values() if size] or [1]
+    least = 4.0 ** (np.log2(min(sizes)) // 2)
+    ax.set_xscale("symlog", base=4, linthresh=least, linscale=0.5)  # linear from 0 to there
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.set(xlabel="bytes carried per head", ylabel="KL from the untouched model, nats")
 
 
 def tasks_panel(ax, runs):
     """Change in task score, mean ± standard error over samples."""
-    labels = [f"{record['arguments']['task']}, {counted(record)}; full state "
+    labels = [f"{record['task']}, {counted(record)}; full state "
               f"{values(record, 'scores', 'full').mean():.0f}" for record in runs]
     rank_curves(ax, runs, labels, changes, "scores")
     change_axis(ax, "change in score, points", 1)
@@ -365,7 +359,7 @@ def lengths_panel(ax, runs):
         x = np.arange(len(runs)) + beside(i, 1 + len(shared))
         rows = [values(record, "scores", rank) for record in runs]
         error_bars(ax, x, rows, i, "full state" if i == 0 else f"rank {rank}")
-    names = [f"{record['arguments']['length']:,}\n({counted(record)})" for record in runs]
+    names = [f"{record['length']:,}\n({counted(record)})" for record in runs]
     steps(ax, [name.replace(", unf", ",\nunf") for name in names], "length, tokens")
     ax.set(ylim=(-5, 105), ylabel="score, points")
 
@@ -442,9 +436,9 @@ def panels(models, panel, select, *arguments):
         for record in runs:
             title = name
             if panel is tasks_panel:
-                title = f"{name}, {record['arguments']['length']:,} tokens\n{variant(record)}"
+                title = f"{name}, {record['length']:,} tokens\n{variant(record)}"
             if panel is lengths_panel:
-                title = f"{name}, {record['arguments']['task']}\n{variant(record)}"
+                title = f"{name}, {record['task']}\n{variant(record)}"
             if select is first:
                 title = "\n".join(dict.fromkeys([name, *(described(run) for run in runs)]))
             groups.setdefault(title.strip(), []).append(record)
@@ -533,42 +527,32 @@ def loss_tables(models):
 
 
 def coding_rows(records):
-    """(bytes of a head, KL, what is stored, run, rank) of all codings, the smallest first.
+    """(bytes of a head, KL, what is stored, run, rank, whether on the front), the smallest first.
 
-    What is alike in several runs on as many documents (nothing, a whole state) is there once.
+    What is alike in several runs on as many documents (nothing, a whole state) is there once. On
+    the front is what is closer than all that is smaller, on as many documents.
     """
-    rows, seen = [], set()
+    rows, found, closest = {}, [], {}
     for record in codings(records):
-        (V, K), store = record["state"], record["arguments"]["store"]
-        names = {0: "nothing", min(V, K): f"{store}, whole state", "full": "untouched, float32"}
-        for rank in ["full", *ranks_of(record)]:
-            name = names.get(rank, f"{store}, {rank} {record['arguments']['keep']} modes")
-            if (name, counted(record)) in seen:
-                continue
-            seen.add((name, counted(record)))
-            if rank == "full":
-                rows.append((4 * V * K, 0.0, name, record, rank))
-            else:
-                kl = values(record, "kl", rank).mean()
-                rows.append((record["bytes"][str(rank)], kl, name, record, rank))
-    return sorted(rows, key=lambda row: row[:2])
-
-
-def on_front(row, rows):
-    """Whether no other coding on as many documents is as small and as close, and better in one."""
-    for size, kl, _, record, _ in rows:
-        if size <= row[0] and kl <= row[1] and (size, kl) != row[:2]:
-            if counted(record) == counted(row[3]):
-                return False
-    return True
+        (V, K), store, over = record["state"], record["store"], counted(record)
+        rows.setdefault(("full", over), (4 * V * K, 0.0, "untouched, float32", record, "full"))
+        names = {0: "nothing", min(V, K): f"{store}, whole state"}
+        for rank in ranks_of(record):
+            name = names.get(rank, f"{store}, {rank} {record['keep']} modes")
+            row = record["bytes"][str(rank)], values(record, "kl", rank).mean(), name, record, rank
+            rows.setdefault((name, over), row)
+    for row in sorted(rows.values(), key=lambda row: row[:2]):
+        kl, over = row[1], counted(row[3])
+        found.append((*row, kl < closest.get(over, np.inf)))
+        closest[over] = min(kl, closest.get(over, np.inf))
+    return found
 
 
 def coding_tables(models):
     for name, records in models.items():
         rows, lines = coding_rows(records), []
-        for row in rows:
-            size, _, stored, record, rank = row
-            front = "front" if on_front(row, rows) else ""
+        for size, _, stored, record, rank, best in rows:
+            front = "front" if best else ""
             if len(rows) <= 24 or front or rank == min(record["state"]):
                 change, kl, same = ["0", "0", "100%"] if rank == "full" else effects(record, rank)
                 lines.append([f"{size:,}", stored, kl, change, same, front, counted(record)])
@@ -583,7 +567,7 @@ def task_table(models):
     runs = [(name, record) for name in models for record in find(models[name], "04_ruler")]
     ranks, rows = ranks_of(*(record for _, record in runs)), []
     for name, record in runs:
-        row = [name, record["arguments"]["task"], f"{record['arguments']['length']:,}",
+        row = [name, record["task"], f"{record['length']:,}",
                described(record), f"{values(record, 'scores', 'full').mean():.1f}"]
         for rank in ranks:
             row.append("")
@@ -604,18 +588,16 @@ def head_table(models):
     for name, records in models.items():
         for record in find(records, "01_spectrum"):
             rank, heads = near_12(record), values(record, "effective_rank").mean((0, 1))
-            row = [name, described(record),
-                   f"{heads.min():.1f}, {np.median(heads):.1f}, {heads.max():.1f} of "
-                   f"{min(record['state'])}"]
+            row = [name, described(record), f"{heads.min():.1f}, {np.median(heads):.1f}, "
+                   f"{heads.max():.1f} of {min(record['state'])}"]
             for key in ("effective_rank", "effective_rank_null"):
                 row.append(level(values(record, key).mean((1, 2, 3))))
             row.append(rank)
             for key in ("energy", "readout", "overlap"):
                 row.append(level(values(record, key, rank).mean((1, 2))))
             later = {**record, "items": record["items"][1:]}        # the first has no other
-            if later["items"]:
-                row.append(level(values(later, "overlap_other", rank).mean((1, 2))))
-            rows.append(row + [""] * (9 - len(row)))
+            other = later["items"] and level(values(later, "overlap_other", rank).mean((1, 2)))
+            rows.append([*row, other or ""])
     if rows:
         yield table(["model", "over", "effective rank: least, median, most of the heads", "mean",
                      "with random keys", "r", "energy in the top r", "of what is read",
@@ -626,11 +608,11 @@ def task_finding(runs, rank):
     """Which scores a rank moves; of standard errors it speaks only where samples differ."""
     moved, differ = [], False
     for record in runs:
-        change, made = changes(record, "scores", rank), record["arguments"]
+        change = changes(record, "scores", rank)
         mean, error = gdn.mean_se(change)
         differ = differ or bool(error)
         if abs(mean) > 2 * (error or 0):
-            moved.append(f"{made['task']} at {made['length']:,} {gdn.with_error(change)}")
+            moved.append(f"{record['task']} at {record['length']:,} {gdn.with_error(change)}")
     by = " (by over two standard errors where samples differ)" if differ else ""
     return (f"{rank} modes move {len(moved)} of {len(runs)} scores{by}, each of a task at a length "
             f"and of {min(len(record['items']) for record in runs)} or more samples"
@@ -647,7 +629,7 @@ def finding(records):
                      f"in nats changes by {change}, and {same} of the most likely tokens stay")
     close = [row for row in coding_rows(records) if row[1] <= 0.001]
     if close:
-        size, kl, stored, record, _ = close[0]
+        size, kl, stored, record, *_ = close[0]
         words.append(f"the smallest coding with a KL of at most 0.001 nats is {stored}: {size:,} "
                      f"bytes a head, KL {kl:.2g} ({counted(record)})")
     if find(records, "02_decay"):
@@ -661,13 +643,12 @@ def finding(records):
 
 def run_line(record):
     """What a run was, on what, and how long it took."""
-    made, environment = record["arguments"], record["environment"]
+    environment = record["environment"]
     total, cutting = (sum(item["seconds"][key] for item in record["items"])
                       for key in ("total", "truncate"))
-    source = f"from {made['documents']}" if "documents" in made else f"seed {made['seed']}"
-    if made.get("data"):
-        source = f"from {made['data']}"
-    return (f"    - {record['file']}: {counted(record)}, {source}, segment {made['segment']}, "
+    source = record.get("documents") or record["data"]
+    source = f"from {source}" if source else f"seed {record['seed']}"
+    return (f"    - {record['file']}: {counted(record)}, {source}, segment {record['segment']}, "
             f"{environment['dtype']} on {environment['device']}; {total:.0f} s, of these "
             f"{cutting:.0f} at boundaries")
 

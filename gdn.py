@@ -37,6 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
+from unittest import mock
 
 import fire
 import huggingface_hub
@@ -147,9 +148,9 @@ def truncate(state, rank, place=None, metric=None, store="float32"):
         rank: modes to keep, from 0 up: an int, or ints that broadcast with the states' [...]; so
             ranks [R, 1] of states [H, V, K] give [R, H, V, K], each state decomposed once. Rank 0
             wipes it; a rank of M or more leaves it whole, in float32 bit for bit.
-        place: of each mode, the largest first, its place in the order of keeping, [..., M];
-            0, 1, 2, ... if None.
-        metric: A [..., K, K], of read_metric, if modes are to be those of S A instead.
+        place: [..., M], of mode j (0 is the largest) its place in the order of keeping: modes whose
+            place is below the rank are kept. Mode j has place j if None.
+        metric: A [..., K, K], of read_metric, if modes are to be those of S A; by default A = 1.
         store: how numbers are stored, one of BITS: all of a whole state, or the two factors.
 
     Returns:
@@ -167,14 +168,12 @@ def truncate(state, rank, place=None, metric=None, store="float32"):
     if rank.is_floating_point() or rank.dtype == torch.bool or (rank < 0).any():
         raise Error(f"a rank is a whole number from 0 up, not {rank.tolist()}")
     place = torch.arange(M) if place is None else place
+    A = torch.eye(state.shape[-1]) if metric is None else metric
     S = state.to(torch.promote_types(state.dtype, torch.float32))
-    if metric is not None:
-        S = S @ metric.to(S)                                        # S A              [..., V, K]
+    S = S @ A.to(S)                                                 # S A              [..., V, K]
     right = modes(S)[1].to(S.dtype)                                 # W                [..., K, M]
     left = stored(S @ right, store)                                 # S A W            [..., V, M]
-    if metric is not None:
-        right = torch.linalg.inv(metric).mT.to(right) @ right       # A^-T W           [..., K, M]
-    right = stored(right, store)
+    right = stored(torch.linalg.inv(A).mT.to(S) @ right, store)     # A^-T W           [..., K, M]
     kept = place.to(state.device) < rank[..., None]                 #                  [..., M]
     cut = (left * kept[..., None, :]) @ right.mT                    # S_r              [..., V, K]
     whole = rank[..., None, None] >= M
@@ -197,16 +196,16 @@ def stored(x, store):
 
     bfloat16 and float16 take each number as it is; fp8 (float8_e4m3fn) and the symmetric integers
     take it in units of its column's scale, absmax / largest, itself a bfloat16 (in float16 small
-    ones vanish), as SGLang's int8 pool of states does (its pull request 28185). What is too large
-    saturates. For the factors of `truncate` a column is a mode.
+    ones vanish), as SGLang's int8 pool of states does (its pull request 28185). A column is a key
+    channel of a whole state, and a mode of a factor. What is too large saturates.
     """
     if store == "float32":
         return x
     floats = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
     kind = floats.get(store)                                        # None: an integer
     largest = torch.finfo(kind).max if kind else 2 ** (BITS[store] - 1) - 1
-    scale = torch.ones_like(x[..., :1, :])                          # one for each column
-    if BITS[store] <= 8:
+    scale = 1
+    if BITS[store] <= 8:                                            # one for each column
         scale = (x.abs().amax(-2, keepdim=True) / largest).bfloat16().to(x.dtype)
         scale[scale == 0] = 1
     units = (x / scale).clamp(-largest, largest)
@@ -214,21 +213,10 @@ def stored(x, store):
     return units * scale
 
 
-def bytes_stored(V, K, rank, store="float32"):
-    """Bytes of one head's state [V, K] as `truncate` stores it, with two bytes a scale."""
-    if rank >= min(V, K):
-        numbers, scales = V * K, K
-    else:
-        numbers, scales = rank * (V + K), 2 * rank
-    if BITS[store] > 8:
-        scales = 0
-    return -(-numbers * BITS[store] // 8) + 2 * scales              # rounded up
-
-
 # ---- 3. the run: segments, states, gates and queries, losses ------------------------------------
 
 @torch.inference_mode()
-def segments(model, ids, segment, cache, position=0, end=None):
+def segments(model, ids, segment, cache, end=None):
     """Feed ids [B, T] to the model so that no call crosses a multiple of `segment`.
 
     Yields, after each call, (start, hidden, boundary): the position of the call's first token, the
@@ -236,17 +224,17 @@ def segments(model, ids, segment, cache, position=0, end=None):
     multiple of `segment` with tokens to follow. What the caller does to the cache in the body of
     its loop happens before the next call; if it makes one row many, the ids go to all of them.
 
-    cache: of transformers, changed in place; `position` says how many tokens it has consumed.
+    cache: of transformers, changed in place; positions count on from the tokens that it has seen.
     end: the length of the whole run, if more ids follow in a later call.
 
     Raises Error for NaN or infinity in the hidden states, and where the model ignored the cache.
     """
-    last = position + ids.shape[1]
-    end = end or last
-    start, rows = position, len(ids)
-    while start < last:
-        stop = min(last, (start // segment + 1) * segment)
-        part = ids[:, start - position:stop - position].expand(rows, -1).to(model.device)
+    start, rows = cache.get_seq_length(), len(ids)
+    end = end or start + ids.shape[1]
+    cuts = range(segment - start % segment, ids.shape[1], segment)
+    for part in ids.tensor_split(tuple(cuts), dim=1):
+        stop = start + part.shape[1]
+        part = part.expand(rows, -1).to(model.device)
         hidden = model.base_model(part, cache=cache, use_cache=True).last_hidden_state
         if cache.get_seq_length() != stop:
             raise Error(f"transformers {transformers.__version__} does not fill the cache it is "
@@ -268,15 +256,14 @@ def states_in(cache):
 def recorded_rule(model):
     """The calls that the layers make of the gated delta rule: a list that grows as the model runs.
 
-    A call of the model adds one for each GDN layer, in their order: (rule, q, k, v, arguments by
-    name) of row 0, the untouched one. q and k [1, n, G, K] are raw, v is [1, n, H, V]; among the
-    arguments are g, which is log a, and beta, which is b, both [1, n, H].
+    A call of the model adds one for each GDN layer, in their order: (rule, q, k, v, others) of row
+    0, the untouched one, so that rule(q, k, v, **others) repeats it. q and k [1, n, G, K] are raw,
+    v is [1, n, H, V]; among the others are g, which is log a, and beta, which is b, [1, n, H] each.
     """
     layer = next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
     module = sys.modules[type(layer).__module__]                    # of its family
     names = ("torch_chunk_gated_delta_rule",                        # for many tokens, and for one
              "torch_recurrent_gated_delta_rule")
-    rules = {name: getattr(module, name) for name in names}
     calls = []
 
     def recording(rule):
@@ -286,13 +273,9 @@ def recorded_rule(model):
             return rule(q, k, v, g=g, beta=beta, **others)
         return recorded
 
-    for name, rule in rules.items():
-        setattr(module, name, recording(rule))
-    try:
+    recorders = {name: recording(getattr(module, name)) for name in names}
+    with mock.patch.multiple(module, **recorders):                  # and puts them back
         yield calls
-    finally:
-        for name, rule in rules.items():
-            setattr(module, name, rule)
 
 
 @torch.inference_mode()
@@ -301,8 +284,8 @@ def effective_queries(calls):
 
     calls: those of one layer in the segment, as recorded.
 
-    q~_t = P_t q_t with P_t = F_1 ... F_t, F_i = a_i (I - b_i k_i k_i^T), counted from the segment's
-    first token: what the rule itself returns with values 0 and the identity for a state.
+    With values 0 the rule is S_t = S F_1 ... F_t, F_i = a_i (I - b_i k_i k_i^T), counted from the
+    segment's first token; so it reads S_t q_t = S q~_t, and from the identity as S it reads q~_t.
     """
     rule, _, _, _, others = calls[0]
     q, k, v = (torch.cat([call[i] for call in calls], dim=1) for i in (1, 2, 3))
@@ -340,7 +323,8 @@ def truncate_rows(cache, ranks, cut, seed, calls, gram=0.0):
     """Truncate row 1 + i of every state in the cache to ranks[i] modes, in place; row 0 is left.
 
     Until the first boundary all rows are the same, so the run begins with one: a cache of a single
-    row becomes one of 1 + R rows, and its states are decomposed once for all of them.
+    row becomes one of 1 + R rows, and its states are decomposed once for all of them. For modes
+    that are read most the caller keeps what has been read so far: it gives gram and gets the next.
 
     Args:
         seed: of the random modes, drawn anew for each layer and head, and alike for all ranks.
@@ -407,7 +391,7 @@ def kl_divergence(full, logits):
     of large sums, so exact where it is small.
     """
     p, d = full.softmax(-1).double(), (logits - full).double()      # [n, W]
-    total = p.sum(-1)                                               # 1, but for float32's rounding
+    total = p.sum(-1)                                   # 1 but for rounding, of the size of some KL
     d -= (torch.linalg.vecdot(p, d) / total)[:, None]
     return (torch.linalg.vecdot(p, d.expm1_()) / total).clamp_min(0).log1p()
 
@@ -691,15 +675,12 @@ def documents(source, tokenizer, count, tokens):
 def first_tokens(content, tokenizer, count):
     """At least the first `count` tokens of a text, or all, without reading a long one to its end.
 
-    A cut changes tokens near it, as a rule those of one word; a beginning is long enough when
-    twice as much of the text begins with the same tokens.
+    A cut changes tokens near it: so a beginning is enough where it has twice as many.
     """
-    size, before = 8 * count + 1024, None
-    while True:
-        ids = tokenize(tokenizer, content[:size])
-        if size >= len(content) or (len(ids) > count and ids[:count] == before):
-            return ids
-        size, before = 2 * size, ids[:count]
+    ids = tokenize(tokenizer, content[:16 * count + 1024])
+    if len(ids) > 2 * count + 16:
+        return ids
+    return tokenize(tokenizer, content)
 
 
 def source_texts(source):
@@ -798,29 +779,39 @@ def read_results(path):
                     "it to start over, or give another --results") from None
 
 
-def open_results(run, stem, arguments, depends, texts=(), cut=None, **more):
+def bytes_stored(V, K, rank, store="float32"):
+    """Bytes of one head's state [V, K] as `truncate` stores it, with two bytes a scale."""
+    columns = [V] * K if rank >= min(V, K) else [V, K] * rank       # their lengths
+    scale = 2 if BITS[store] <= 8 else 0
+    return -(-sum(columns) * BITS[store] // 8) + scale * len(columns)           # rounded up
+
+
+def open_results(run, stem, arguments, texts=(), cut=None, data=None, **more):
     """The path and the record of a result file: one to go on from, or a new one without items.
 
     The path is results/<model>/<stem>.json, named by what is not the default:
-    <stem>.keep=random.json. depends: all that the numbers depend on, beside the environment, the
-    documents (texts) and the cut. Raises Error where the file was made with something else.
+    <stem>.keep=random.json. What the numbers depend on is kept beside all arguments, and compared:
+    the environment, the documents (texts) or data's hash, the cut, and of the arguments those that
+    are listed here. Raises Error where the file was made with something else.
     """
-    tokens, most = depends.get("tokens") or depends["length"], run.config.max_position_embeddings
-    if tokens > most:
-        print(f"warning: {run.model} is made for at most {most} tokens (max_position_embeddings) "
-              f"and will read {tokens}", file=sys.stderr)
+    tokens = arguments.get("tokens") or arguments["length"]
+    if tokens > run.config.max_position_embeddings:
+        print(f"warning: {run.model} is made for at most {run.config.max_position_embeddings} "
+              f"tokens (max_position_embeddings) and will read {tokens}", file=sys.stderr)
     script = stem.partition("/")[0]
     for key, default in DEFAULTS.items():
         if script != "02_decay" and arguments.get(key, default) != default:
             stem += f".{key}={'ruler' if key == 'data' else arguments[key]}"
     path = run.output / f"{stem}.json"
-    depends = {**run.environment, **depends}
+    depends = {**run.environment, "data": data}
+    for key in ("task", "length", "tokens", "segment", "ranks", "seed", "keep", "store"):
+        if key in arguments:
+            depends[key] = arguments[key]
     if cut:
-        depends |= {"keep": cut.keep, "store": cut.store,
-                    "heads of 02_decay.json": cut.heads.nonzero().tolist()}
+        depends["heads of 02_decay.json"] = cut.heads.nonzero().tolist()
         more["heads_cut"] = [int(cut.heads.sum()), cut.heads.numel()]
         more["bytes"] = {rank: bytes_stored(*run.state, rank, cut.store)
-                         for rank in depends["ranks"]}
+                         for rank in arguments["ranks"]}
     record = {"script": script, "model": run.model, "layers": run.layers, "state": run.state,
               "arguments": {**arguments, "model": run.model}, "environment": run.environment,
               "depends": depends, **more, "items": []}
@@ -934,7 +925,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def matched(pattern, typed):
-    if not re.fullmatch(pattern, typed, re.DOTALL):
+    if not re.fullmatch(pattern, typed):
         raise ValueError
     return typed
 
@@ -993,7 +984,8 @@ def command(main):
     typed, help_asked = {}, {"-h", "--help"} & set(sys.argv)
     stand_in = functools.wraps(main)(lambda **flags: typed.update(flags))
     own = "" if "Args:" in main.__doc__ else "\n\n    Args:"
-    shared = [f"\n        {name}: {FLAGS[name]}." for name in main.__annotations__ if name in FLAGS]
+    shared = [f"\n        {name}: {FLAGS[name]}." for name in main.__annotations__
+              if name in FLAGS and f" {name}: " not in main.__doc__]
     stand_in.__doc__ = main.__doc__.rstrip() + own + "".join(shared)
     fire.parser.DefaultParseValue = str                             # values stay as they were typed
     try:
