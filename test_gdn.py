@@ -1024,6 +1024,13 @@ def test_the_identity_tells_trained_weights_but_hangs_on_neither_dtype_nor_files
     net.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     save_file({"x": torch.ones(3)}, tmp_path / "shards" / "consolidated.safetensors")   # not read
     assert gdn.identity(tmp_path / "shards")["weights"] == before["weights"]
+    tensors, dealt = load_file(small / "model.safetensors"), copied(small, tmp_path / "dealt")
+    (dealt / "model.safetensors").unlink()
+    for i in (0, 1):                                                        # every other tensor
+        save_file(dict([*tensors.items()][i::2]), dealt / f"{i}.safetensors")
+    files = {"weight_map": {name: f"{i % 2}.safetensors" for i, name in enumerate(tensors)}}
+    (dealt / "model.safetensors.index.json").write_text(json.dumps(files))
+    assert gdn.identity(dealt) == before
     net.lm_head.weight.data[1000:] *= 1.001
     net.save_pretrained(tmp_path / "trained")
     assert gdn.identity(tmp_path / "trained")["weights"] != before["weights"]
@@ -1368,6 +1375,10 @@ def test_another_model_at_the_same_place_is_refused_with_the_part_that_is_anothe
         with pytest.raises(gdn.Error, match=f"with another {part.strip()} "):
             start(stage, model=str(model), docs=2)
     assert path.read_bytes() == before and len([*path.parent.iterdir()]) == 1
+    (path.parent / "04_ruler").mkdir()
+    path.rename(path.parent / "04_ruler" / "vt_99.json")                    # nor of its tasks
+    with pytest.raises(gdn.Error, match="04_ruler/vt_99.json comes from .* with another"):
+        start(decay, model=str(model))
 
 
 def test_the_same_texts_under_another_path_go_on_and_others_do_not(
@@ -1548,6 +1559,16 @@ def test_ranks_are_sorted_and_the_default_ones_have_all_modes_where_states_are_s
             gdn.check_ranks(run, ranks, (48, 12, 0), store)
 
 
+def test_horizons_are_measured_in_float32_and_all_else_as_the_checkpoint_says(
+        start, small, tmp_path):
+    half = copied(small, tmp_path / "half")
+    edit(half / "config.json", dtype="bfloat16")
+    for stage in MODULES[:4]:
+        record = json.loads(start(stage, model=str(half), docs=1).read_text() if stage is not ruler
+                            else start(ruler, model=str(half), samples=1).read_text())
+        assert record["environment"]["dtype"] == ("float32" if stage is decay else "bfloat16")
+
+
 def test_a_text_longer_than_the_model_is_made_for_is_told(start, small, tmp_path, capsys):
     short = copied(small, tmp_path / "short")
     edit(short / "config.json", max_position_embeddings=149)
@@ -1563,6 +1584,7 @@ def test_a_mean_and_its_standard_error_have_ddof_1_and_are_shown_to_its_digits()
     for values, shown in {
             (1.0, 2.0, 6.0): "+3.0 ± 1.5", (0.005, 0.006): "+0.00550 ± 0.00050",
             (0.00123, 0.0011): "+0.001165 ± 0.000065", (100.0, 0.0, 0.0): "+33 ± 33",
+            (0.0904, 0.1096): "+0.1000 ± 0.0096", (0.09004, 0.10996): "+0.100 ± 0.010",
             (1e-9, 3e-9): "+2.0e-09 ± 1.0e-09", (-10.0, -35.0): "-22 ± 12",
             (0.0, 0.0): "+0 (none of 2)", (-5.0,): "-5 (all of 1)",
             (0.1, 0.1, 0.1): "+0.1 (all of 3)"}.items():
@@ -1800,8 +1822,9 @@ def write_data(file, task, tokenizer, length=200, **changes):
         at = sample["prompt"].rindex(" The ")
         row = {"index": index, "input": sample["prompt"][:at], "outputs": sample["references"],
                "answer_prefix": sample["prompt"][at:], "length": length, **changes}
-        lines.append(json.dumps({key: value for key, value in row.items() if value is not None}))
-    file.write_text("\n".join(lines) + "\n\n")
+        row = {key: value for key, value in row.items() if value is not None}
+        lines.append(json.dumps(row, ensure_ascii=False))
+    file.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
     return str(file)
 
 
@@ -1859,7 +1882,7 @@ def test_rulers_own_tree_runs_as_it_is_length_by_length(start, tokenizer, tmp_pa
 
 def test_one_file_of_rulers_tree_runs_and_one_that_is_elsewhere_is_told_where_to_go(
         start, tokenizer, tmp_path, answered, monkeypatch):
-    whole = ruler.make_sample("vt", 200, 0, 3, tokenizer)["prompt"]
+    whole = ruler.make_sample("vt", 200, 0, 3, tokenizer)["prompt"] + "\u2028\x85"    # no line ends
     old = write_data(tmp_path / "200" / "data" / "vt" / "my.jsonl", "vt", tokenizer,
                      input=whole, answer_prefix=None)                       # as before 2025
     monkeypatch.chdir(Path(old).parent)                                     # a path without folders
@@ -2536,6 +2559,17 @@ def test_one_rank_a_kl_of_0_and_any_name_can_be_read_off_the_axes(tmp_path, monk
         assert ax.get_ylabel() == "KL, nats (linear up to 1e-07)"
     assert size[8].get_xticks().tolist() == [0, 1024]
     assert [label.get_text() for label in size[8].get_xticklabels()] == ["0", "1,024"]
+
+
+def test_stored_runs_of_some_heads_or_with_other_boundaries_are_shown_by_rank(tmp_path):
+    loss_run(tmp_path, {"12": [0.1]}, file="03_loss.store=int8.json", store="int8")
+    loss_run(tmp_path, {"12": [0.2]}, file="03_loss.heads.json", store="int8", heads="over-9")
+    records = loss_run(tmp_path, {"12": [0.3]}, file="03_loss.segment.json", store="fp8", segment=1)
+    shown = ["heads over-9 (1 of 4), store int8", "store fp8, segment 1"]
+    assert [report.variant(record) for record in report.by_rank(records)] == shown
+    assert [report.variant(record) for record in report.codings(records)] == ["store int8"]
+    for line in shown:
+        assert any(line in part for part in report.loss_tables({"m": records}))
 
 
 def test_many_ranks_layers_and_runs_are_told_apart(tmp_path):
