@@ -1941,6 +1941,13 @@ def test_flags_arrive_as_they_were_typed_and_in_their_own_types(typed):
     assert gdn.names("vt, cwe,vt") == ("vt", "cwe") and gdn.count0("00") == 0
 
 
+def test_help_says_what_a_flag_is_once_and_a_scripts_own_words_go_first(typed):
+    (code,), text = typed(report, "--help")
+    assert code in (0, None) and "the folder that stages 01 to 04 wrote to" in text
+    assert gdn.FLAGS["results"] not in text and gdn.FLAGS["model"] not in text
+    assert gdn.FLAGS["results"] in typed(decay, "--help")[1]
+
+
 MISTAKES = {"--modle tiny": "modle", "--docs 1 -- --tokens 9": "a dash alone", "-": "a dash alone",
             "stray": "stray", "--docs 3 stray": "stray",
             "--model": "--model needs a value", "--nodocs": "--docs needs a value",
