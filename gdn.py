@@ -637,7 +637,6 @@ def load_model(run, **placement):
           f"states {run.state[0]} x {run.state[1]}, {run.environment['dtype']} on "
           f"{run.environment['device']}, {' and '.join(fast) or 'reference'} kernels",
           file=sys.stderr)
-    run.net.eval()
 
 
 # ---- documents ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import functools
 import gzip
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -930,8 +931,14 @@ def test_a_checkpoint_saved_with_its_vision_tower_loads_as_its_text_model(tmp_pa
         text_config={**SMALL, "vocab_size": 4096}, vision_config=vision)).eval()
     whole.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    run = gdn.open_model(str(tmp_path))
-    assert (run.layers, run.state, run.dtype) == ([0, 1], [16, 16], torch.float32)
+    for outer, inner, dtype in ((None, None, torch.float32), ("bfloat16", None, torch.bfloat16),
+                                ("float32", "bfloat16", torch.bfloat16)):
+        config = json.loads((tmp_path / "config.json").read_text())
+        edit(tmp_path / "config.json", dtype=outer, text_config={**config["text_config"],
+                                                                 "dtype": inner})
+        run = gdn.open_model(str(tmp_path))
+        assert (run.layers, run.state, run.dtype) == ([0, 1], [16, 16], dtype)
+    run = gdn.open_model(str(tmp_path), dtype="float32")
     gdn.load_model(run)
     assert type(run.net).__name__ == "Qwen3_5ForCausalLM"
     with torch.no_grad():
@@ -979,6 +986,15 @@ def test_what_is_no_gdn_model_or_lacks_a_part_is_refused_with_its_reason(tmp_pat
     (broken / "tokenizer.json").unlink()
     with pytest.raises(gdn.Error, match="tokenizer"):
         gdn.open_model(str(broken))
+
+
+def test_a_gpu_is_named_without_its_number(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", "AB".__getitem__)
+    assert gdn.device_name("auto") == "cuda (A + B)"
+    value = SimpleNamespace(item=lambda: 0, is_cuda=True, device=SimpleNamespace(index=1))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **options: value)
+    assert gdn.device_name("cuda:1") == "cuda (B)"
 
 
 A_LOG = "model.layers.1.linear_attn.A_log"
@@ -1779,11 +1795,11 @@ def test_a_row_ends_at_its_own_end_of_text_token_and_the_others_go_on():
 def test_boundaries_in_prompt_and_answer_truncate_as_a_plain_loop_does(net, keep):
     ids, mask = ids_of(60), torch.ones(2, net.config.linear_num_value_heads, dtype=torch.bool)
     mask[1, 0] = False
-    got = generate(net, ids, [3, 0], 12, 32, keep=keep, heads=mask)
+    got = generate(net, ids, [3, 0], 12, 35, keep=keep, heads=mask)         # 35, and 70 of 71
     for row, rank in ((1, 3), (2, 0)):
         tokens = ids[0].tolist()
         while len(tokens) < 72:
-            logits, _ = plain_run(net, torch.tensor([tokens]), 32, rank, keep, mask)
+            logits, _ = plain_run(net, torch.tensor([tokens]), 35, rank, keep, mask)
             tokens.append(logits[-1].argmax().item())
         assert got[row] == tokens[60:]
     assert got[0] != got[1] != got[2]
@@ -1928,6 +1944,23 @@ def typed(monkeypatch, capsys):
             given.append(end.code)
         return given, "".join(capsys.readouterr())
     return run
+
+
+def test_defaults_are_what_the_readmes_numbers_were_measured_with():
+    def defaults(stage):
+        return {name: p.default for name, p in inspect.signature(stage.main).parameters.items()}
+
+    common = {"model": "tiny/hybrid", "segment": 256, "device": "auto", "results": "results"}
+    texts = {**common, "documents": "stdlib", "docs": 8, "tokens": 4096}
+    cut = {"keep": "top", "heads": "all", "store": "float32", "rows": None, "dtype": "auto"}
+    ranks = (48, 32, 24, 16, 12, 8, 4, 2, 1)
+    assert defaults(spectrum) == {**texts, "ranks": ranks, "dtype": "auto"}
+    assert defaults(decay) == {**texts, "dtype": "float32"}
+    assert defaults(loss) == {**texts, **cut, "ranks": (*ranks, 0)}
+    assert defaults(ruler) == {
+        **common, **cut, "tasks": ("niah_single_1", "niah_multikey_2", "vt", "cwe", "fwe"),
+        "lengths": (), "samples": 25, "ranks": (32, 12, 6, 3, 1, 0), "seed": 0, "data": None}
+    assert defaults(report) == {"model": None, "results": "results"}
 
 
 def test_flags_arrive_as_they_were_typed_and_in_their_own_types(typed):
@@ -2448,6 +2481,8 @@ def test_every_panel_shows_what_the_items_hold(shown, name, number):
 
 
 def test_axes_span_what_they_show_and_marks_tell_what_they_are(shown):
+    panels = {name: len(figure.axes) for name, figure in shown[1].items()}
+    assert panels == dict.fromkeys(panels, 1) | {"tasks": 6}
     axes = {name: figure.axes[0] for name, figure in shown[1].items()}
     scales = {name: (ax.get_xscale(), ax.get_yscale()) for name, ax in axes.items()}
     assert scales == {
@@ -2461,7 +2496,12 @@ def test_axes_span_what_they_show_and_marks_tell_what_they_are(shown):
     low, high = axes["bytes"].get_xlim()
     assert low < 0 and high > 24576
     assert axes["lengths"].get_ylim() == (-5, 105) and axes["loss"].get_xlim() == (-0.5, 2.5)
+    low, high = axes["loss"].get_ylim()
+    ticks = sorted(tick for tick in axes["loss"].get_yticks() if low < tick < high)
+    assert ticks == pytest.approx([-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3])
     looks = [bars[0] for bars in axes["bytes"].containers]
+    blue, orange = report.COLOURS[:2]
+    assert [line.get_color() for line in looks] == [blue, orange, orange, orange, orange]
     assert [line.get_marker() for line in looks] == ["o", "*", "s", "*", "s"]
     assert [line.get_linestyle() for line in looks] == ["-", "--", "--", "-", "-"]
     hollow = [line.get_markerfacecolor() == "white" for line in axes["horizon"].lines]
@@ -2529,6 +2569,24 @@ def test_what_is_unfinished_mixed_unreadable_or_has_not_run_is_said(tmp_path, un
     assert "**m**: keep read; 1 document of 16,384 tokens\n" in text
 
 
+def test_each_claim_is_met_with_its_own_task_lengths_and_ranks(tmp_path, undrawn):
+    scores = {"full": [50.0], **{rank: [50.0 + int(rank)] for rank in ("48", "32", "24", "16", "12",
+                                                                       "6")}}
+    for task in ("niah_multikey_2", "fwe", "vt", "cwe", "niah_single_1"):
+        for length in (1024, 16384, 65536, 131072):
+            write_task(tmp_path, "a/m", task, length, scores)
+    found = {}
+    for line in reported(tmp_path).splitlines():
+        cells = line.split(" | ")
+        if "all heads, top modes; 1 sample" in cells[-1] and len(cells) == 3:
+            found[cells[0][2:11]] = (re.findall(r"([\d,]+) tokens", cells[-1]),
+                                     re.findall(r"rank (\d+) \+(\d+)", cells[-1])[:4])
+    all_lengths, few = ["16,384", "65,536", "131,072"], [("32", "32"), ("12", "12")]
+    assert found == {"multikey ": (all_lengths, few * 2), "frequent ": (all_lengths, few * 2),
+                     "variable ": (["65,536"], [(r, r) for r in ("32", "24", "16", "12")]),
+                     "common wo": (["65,536"], [("32", "32")])}
+
+
 def test_names_are_shown_as_they_are_and_a_model_is_chosen_by_name_id_or_path(
         tmp_path, monkeypatch, undrawn):
     name = "a|b*_<i>&`$[x]"
@@ -2548,15 +2606,15 @@ def test_names_are_shown_as_they_are_and_a_model_is_chosen_by_name_id_or_path(
 def test_one_rank_a_kl_of_0_and_any_name_can_be_read_off_the_axes(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(report.plt, "close", figures.append)
-    models = {f"m$_{i}^$": loss_run(tmp_path, {"12": [0.0]}, f"a/m{i}") for i in range(8)}
+    models = {f"m$_{i}^$": loss_run(tmp_path, {"12": [0.0]}, f"a/m{i}") for i in range(7)}
     models["m7"] = loss_run(tmp_path, {"12": [3e-7, 5e-7], "0": [0.002, 0.004]}, "a/m9",
                             documents="co$t_$x")
     for panel in (report.loss_panel, report.kl_panel, report.bytes_panel):
         report.draw(tmp_path, models, panel, report.by_rank)
     for figure in figures:
         boxes = [ax.get_subplotspec().get_geometry() for ax in figure.axes]
-        assert [box[:3] for box in boxes] == [(3, 3, i) for i in range(9)]
-        assert [bool(ax.get_ylabel()) for ax in figure.axes] == [True, False, False] * 3
+        assert [box[:3] for box in boxes] == [(3, 3, i) for i in range(8)]
+        assert [bool(ax.get_ylabel()) for ax in figure.axes] == ([True, False, False] * 3)[:8]
         assert len({ax.get_ylim() for ax in figure.axes}) == 1
     loss, kl, size = (figure.axes for figure in figures)
     assert read_back(loss[0]) == {"all heads, top modes; 1 document of 16,384 tokens": [(0, 0, 0)]}
@@ -2564,8 +2622,10 @@ def test_one_rank_a_kl_of_0_and_any_name_can_be_read_off_the_axes(tmp_path, monk
     for ax in (kl[0], size[0]):
         assert ax.get_yscale() == "symlog" and ax.get_ylim() == pytest.approx((-2.5e-8, 0.01))
         assert ax.get_ylabel() == "KL, nats (linear up to 1e-07)"
-    assert size[8].get_xticks().tolist() == [0, 1024]
-    assert [label.get_text() for label in size[8].get_xticklabels()] == ["0", "1,024"]
+    assert size[7].get_xticks().tolist() == [0, 1024]
+    assert [label.get_text() for label in size[7].get_xticklabels()] == ["0", "1,024"]
+    nothing = {"m": loss_run(tmp_path, {"0": [0.1]}, "a/m10")}
+    assert "bytes.png" in report.draw(tmp_path, nothing, report.bytes_panel, report.codings)
 
 
 def test_stored_runs_of_some_heads_or_with_other_boundaries_are_shown_by_rank(tmp_path):
