@@ -599,7 +599,7 @@ def test_overflow_and_a_release_that_ignores_the_cache_are_errors_not_results():
                                 base_model=lambda ids, cache, use_cache: net.base_model(ids))
     with pytest.raises(gdn.Error, match="install 5.24.0 or later"):
         next(gdn.segments(forgetful, ids, 32, new_cache(net)))
-    net.model.layers[1].mlp.up_proj.weight.data[3, 3] = torch.nan
+    net.model.embed_tokens.weight.data[ids[0, 31]] = torch.nan              # from there on
     with pytest.raises(gdn.Error, match="NaN or infinite by token 32"):
         next(gdn.segments(net, ids, 32, new_cache(net)))
 
@@ -1064,6 +1064,7 @@ def hub(small, monkeypatch, tmp_path):
         def get(*names, real=getattr(gdn.huggingface_hub, name), kind=name, **options):
             if options.get("local_files_only"):
                 return real(*names, **options)
+            assert kind == "hf_hub_download" or "*.safetensors" in options["allow_patterns"]
             asked.append(kind)
             shutil.copytree(small, snapshot, dirs_exist_ok=True)
             return str(snapshot / "config.json" if len(names) == 2 else snapshot)
@@ -1132,7 +1133,8 @@ def test_a_bundled_model_loads_like_any_checkpoint_is_small_and_knows_text(name)
     text = "def f(x):\n    return 12345"
     assert run.tokenizer.decode(gdn.tokenize(run.tokenizer, text)) == text
     assert len(gdn.tokenize(run.tokenizer, "12345")) == 5
-    _, _, ids = gdn.documents("stdlib", run.tokenizer, 1, 500)[0]
+    file, _, ids = gdn.documents("stdlib", run.tokenizer, 1, 500)[0]
+    assert re.fullmatch(r"[^/]+/[^/]+\.py", file)
     with torch.no_grad():
         assert net(ids, labels=ids).loss < 5                                # guessing costs 8.3
 
@@ -1311,7 +1313,7 @@ def items_of(path):
 
 @STAGES
 def test_a_killed_run_goes_on_after_what_is_there_to_the_numbers_of_a_whole_one(
-        stage, start, monkeypatch, capsys):
+        stage, start, small, monkeypatch, capsys):
     more = {"samples": 5} if stage is ruler else {"docs": 5}
     whole = start(stage, "whole", **more)
     measure, calls = stage.measure, []
@@ -1328,7 +1330,8 @@ def test_a_killed_run_goes_on_after_what_is_there_to_the_numbers_of_a_whole_one(
     path = start(stage)
     again = stage is spectrum                           # which runs the first document once more
     assert items_of(path) == items_of(whole)[:3] and len(calls) == 4 + again
-    assert "1 to measure" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "1 to measure" in shown.err and shown.out.count(f"{small}") == 2         # two tables
     assert items_of(start(stage, **more)) == items_of(whole) and len(calls) == 6 + 2 * again
     one, other = (json.loads(file.read_text()) for file in (path, whole))
     del one["arguments"]["results"], other["arguments"]["results"]
@@ -1634,7 +1637,9 @@ def test_samples_fill_the_length_never_exceed_it_and_hide_each_answer_once(task,
 
 def check_niah(task, context, prompt, references, length):
     needles = re.findall(r"The code of (\S+) is (\S+)\.", context)
-    asked, = re.findall(r" The codes? of (.*) (?:is|are)$", prompt)
+    plural = r" The codes of (.*) are$" if len(references) > 1 else r" The code of (.*) is$"
+    asked, = re.findall(plural, prompt)
+    assert f"?{prompt[prompt.rindex(' The code'):]}" in prompt
     asked = asked.replace(" and ", ", ").split(", ")
     assert len(asked) == (4 if task == "niah_multiquery" else 1)
     assert sorted(value for name, value in needles if name in asked) == sorted(references)
@@ -1716,6 +1721,19 @@ def test_the_sample_is_the_largest_a_plain_search_finds_in_a_few_guesses(
     assert len(prompts) == 4                                                # all of them others
 
 
+def test_all_tasks_run_and_the_bar_ends_at_what_there_is_to_read(start, monkeypatch):
+    bar = SimpleNamespace(n=0, set_description=str)
+    bar.update = lambda tokens: setattr(bar, "n", bar.n + tokens)
+    monkeypatch.setattr(gdn, "tqdm", lambda **options: bar.__dict__.update(options) or bar)
+    monkeypatch.setattr(ruler, "generate", lambda run, *_: [[]] * 4)
+    path = start(ruler, tasks=("all",), lengths=(700,), samples=1, rows=2)
+    assert len([*path.parent.iterdir()]) == len(ruler.TASKS) and bar.n == bar.total == 11 * 2 * 700
+    for stage in MODULES[:3]:
+        bar.n = 0
+        start(stage)
+        assert bar.n == bar.total == 3 * 150
+
+
 def test_needles_and_assignments_keep_their_order_even_in_a_haystack_of_four_sentences():
     for seed in range(300):
         context, [(_, _, names)] = ruler.vt(4, Random(seed))
@@ -1782,13 +1800,16 @@ def test_row_0_generates_what_transformers_generates_token_for_token(net, segmen
     assert answers[0] == want and [len(answer) for answer in answers] == [25] * (1 + len(ranks))
 
 
-def test_a_row_ends_at_its_own_end_of_text_token_and_the_others_go_on():
+def test_a_row_ends_at_its_own_end_of_text_token_and_the_others_go_on(monkeypatch):
     net, ids = random_model(), ids_of(61)
     whole = generate(net, ids, [3, 0], 25, segment=32)
     stop = whole[0][4]
     cut = [answer[:answer.index(stop)] if stop in answer else answer for answer in whole]
     assert generate(net, ids, [3, 0], 25, segment=32, stop={stop}) == cut
     assert len(cut[0]) < 5 and max(map(len, cut)) > len(cut[0])
+    head = iter([net.lm_head])                      # one token a row, and no head for a second one
+    monkeypatch.setattr(net, "get_output_embeddings", lambda: next(head))
+    assert generate(net, ids, [3, 0], 25, segment=32, stop={*range(256)}) == [[], [], []]
 
 
 @pytest.mark.parametrize("keep", ["top", "bottom", "read"])
@@ -2497,8 +2518,8 @@ def test_axes_span_what_they_show_and_marks_tell_what_they_are(shown):
     assert low < 0 and high > 24576
     assert axes["lengths"].get_ylim() == (-5, 105) and axes["loss"].get_xlim() == (-0.5, 2.5)
     low, high = axes["loss"].get_ylim()
-    ticks = sorted(tick for tick in axes["loss"].get_yticks() if low < tick < high)
-    assert ticks == pytest.approx([-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1, 0.3, 1, 3])
+    ticks = sorted(tick for tick in axes["loss"].get_yticks() if low < tick < 0.05)
+    assert ticks == pytest.approx([-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03])
     looks = [bars[0] for bars in axes["bytes"].containers]
     blue, orange = report.COLOURS[:2]
     assert [line.get_color() for line in looks] == [blue, orange, orange, orange, orange]
@@ -2653,7 +2674,13 @@ def test_many_ranks_layers_and_runs_are_told_apart(tmp_path):
     assert len(looks) == 20
     labels = [look["label"] for look in report.layer_looks(range(10))]
     assert labels == ["layer 0", *[None] * 8, "layer 9"]
+    report.along_panel(ax, [{"items": [{"positions": [9], "effective_rank": [[[1.0]]]}]},
+                            {"items": [{"log_a": [[-1.0]]}]}])              # no head over 256
+    assert "horizon at most 256 tokens (heads: 1)" in ax.get_legend_handles_labels()[1]
+    assert len(ax.get_legend_handles_labels()[1]) == 6          # beside the five ranks
     report.plt.close(figure)
+    for ranks, rank in (((16, 10), 10), ((48, 13, 8), 13), ((16, 12, 8), 12)):
+        assert report.near_12({"ranks": ranks}) == rank
 
 
 def test_a_front_is_of_runs_on_as_many_documents_and_long_lists_are_cut_to_it(tmp_path):
@@ -2663,6 +2690,10 @@ def test_a_front_is_of_runs_on_as_many_documents_and_long_lists_are_cut_to_it(tm
                        store="int8")
     front = [row[2] for row in report.coding_rows(records) if row[-1]]
     assert front == ["float32, 1 top modes", "int8, 9 top modes", *["untouched, float32"] * 2]
+    few = report.read_model(tmp_path / "m")[0][:1]
+    for ranks_, shown in ((23, "24 of 24"), (24, "2 of 25")):               # and the untouched one
+        few[0]["ranks"] = list(range(1, 1 + ranks_))
+        assert f"**m**: {shown} codings" in "".join(report.coding_tables({"m": few}))
     text = "".join(report.coding_tables({"m": records}))
     assert "**m**: 5 of 33 codings" in text and "float32, 2 top modes" not in text
     assert "smallest coding with a KL of at most 0.001 nats is int8, 9 top modes: 2,304 bytes a " \
@@ -2687,6 +2718,14 @@ def test_a_run_on_one_document_has_as_many_cells_as_the_table_of_heads_has_colum
                           {"ranks": [48, 12]})
     [text] = report.head_table({"m": [record]})
     assert {line.count(" |") for line in text.strip().split("\n")} == {10}
+    assert text.endswith("|  |\n")
+    for made in ("head_table", "task_table", "loss_tables", "coding_tables"):
+        assert not [*getattr(report, made)({"m": []})]
+    for length in (100, 200):                                               # two are enough
+        write_task(tmp_path, "a/m", "vt", length, SCORES)
+        records, _ = report.read_model(tmp_path / "m")
+        panels = report.panels({"m": records}, report.lengths_panel, report.find, "04_ruler")
+        assert len(panels) == (length == 200)
 
 
 @pytest.mark.parametrize("wiped, says", [(2.0, "+0.200 ± 0.058 (10% of rank 0)"),
