@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import typing
 from pathlib import Path
@@ -1277,6 +1278,11 @@ def test_the_held_out_files_and_the_training_files_are_disjoint_and_both_plenty(
     held, trained = gdn.stdlib_files(True), gdn.stdlib_files(False)
     assert not set(held) & set(trained) and len(held) > 50 and len(trained) > 200
     assert not any({"test", "site-packages"} & set(path.parts) for path in held + trained)
+    for files, is_held in ((held, True), (trained, False)):
+        names = [path.relative_to(sysconfig.get_paths()["stdlib"]).as_posix() for path in files]
+        hashes = [hashlib.sha256(name.encode()).hexdigest() for name in names]
+        assert hashes == sorted(hashes)
+        assert all((int(digest, 16) % 5 == 0) == is_held for digest in hashes)
 
 
 # ---- result files --------------------------------------------------------------------------------
