@@ -617,7 +617,8 @@ def load_model(run, **placement):
 
     A checkpoint saved with its vision tower loads as its text model. placement: as transformers'.
     """
-    if not run.environment["device"].startswith("cuda"):            # where fast kernels fail
+    half_on_gpu = run.environment["device"].startswith("cuda") and run.dtype != torch.float32
+    if not half_on_gpu:                                             # all that fla's kernels take
         for package in ("fla", "causal_conv1d"):
             sys.modules.setdefault(package, None)
     with reading(f"the weights in {run.folder}: its config.json asks for what is not to be had, or "

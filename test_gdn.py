@@ -1019,6 +1019,21 @@ def test_weights_missing_misshapen_or_unread_are_named_but_for_a_vision_tower_an
         gdn.load_model(run)
 
 
+@pytest.mark.parametrize("device, dtype, fast", [("cuda (A)", "bfloat16", True), ("cpu", "bfloat16",
+                                                 False), ("cuda (A)", "float32", False)])
+def test_fast_kernels_are_used_on_a_gpu_in_half_precision_alone(device, dtype, fast, small,
+                                                                monkeypatch, capsys):
+    run = gdn.open_model(str(small), dtype=dtype)
+    run.environment["device"] = device
+    for package in ("fla", "causal_conv1d"):
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    gdn.load_model(run)
+    for package in ("fla", "causal_conv1d"):                                # None: not to be had
+        assert (package in sys.modules) != fast
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    assert f"{dtype} on {device}, reference kernels" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("change", [
     lambda x, name: x.pop(name), lambda x, name: x.update({name: x[name][:5].clone()}),
     lambda x, name: x.update({name.replace("experts.2.down_proj.weight", "experts.down_proj"):
