@@ -310,8 +310,9 @@ def after_panel(ax, runs):
     """Change in loss by the tokens read since the last boundary, mean ± standard error."""
     [record] = runs
     edges, shown, names = record["after_bins"], ranks_of(record), ["first\nsegment"]
-    for low, high in zip(edges, edges[1:]):
-        names.append(f"{low}" if high == low + 1 else f"{low}-{high - 1}")
+    for low, high, n in zip(edges, edges[1:], record["after_counts"][1:]):
+        if n:                                           # short documents do not reach the last ones
+            names.append(f"{low}" if high == low + 1 else f"{low}-{high - 1}")
     if len(shown) > 6:
         shown = [rank for rank in shown if rank in (32, 12, 4, 1, 0)] or shown[:6]
     for i, rank in enumerate(shown):

@@ -45,7 +45,7 @@ import safetensors
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -496,8 +496,9 @@ def weight_files(folder):
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists() or not index.exists():
         return [folder / "model.safetensors"]
-    names = json.loads(index.read_text())["weight_map"].values()
-    return [folder / name for name in sorted(set(names))]
+    with reading(index):
+        names = json.loads(index.read_text())["weight_map"].values()
+        return [folder / name for name in sorted(set(names))]
 
 
 def find_model(model):
@@ -633,6 +634,8 @@ def load_model(run, **placement):
         names = [name for name in names if not re.search(r"\b(visual|vision_\w+|mtp)\.", name)]
         if names:                               # they would be random, or silently left out
             raise Error(f"{run.model} {says}: {min(names)} ({len(names)} in all)")
+    with reading(f"a token with {run.model}: its config.json may ask for what its classes lack"):
+        run.net(torch.tensor([[0]]).to(run.net.device), cache=DynamicCache(config=run.net.config))
     fast = [package for package in ("fla", "causal_conv1d") if sys.modules.get(package)]
     print(f"{run.model}: {len(run.layers)} GDN layers x {run.config.linear_num_value_heads} heads, "
           f"states {run.state[0]} x {run.state[1]}, {run.environment['dtype']} on "
@@ -771,8 +774,8 @@ def read_results(path):
     """The content of a result file. Raises Error if it is none."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)      # no NaN
-        record["script"], record["items"], record["arguments"], record["depends"]
-        record["environment"]["weights"]
+        record["script"], record["environment"]["weights"]
+        {**record["arguments"], **record["depends"]}, [{**item} for item in record["items"]]
         return record
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Error(f"{path} is no result file of these scripts ({type(error).__name__}): delete "
@@ -876,7 +879,7 @@ def chosen_heads(run, heads):
     log_a = torch.tensor([item["log_a"] for item in items])
     horizon = decay_horizon(log_a.double().mean(0))                 # [L, H]
     side, limit = heads.split("-")
-    mask = horizon > int(limit) if side == "over" else horizon <= int(limit)
+    mask = horizon > float(limit) if side == "over" else horizon <= float(limit)
     if not mask.any():
         raise Error(f"--heads {heads} is no head of {run.model}: their horizons are "
                     f"{horizon.min():.0f} to {horizon.max():.0f} tokens")

@@ -998,6 +998,25 @@ def test_a_gpu_is_named_without_its_number(monkeypatch):
     assert gdn.device_name("cuda:1") == "cuda (B)"
 
 
+@pytest.mark.parametrize("index", ["", "{}", "[]", '{"weight_map": null}',
+                                   '{"weight_map": {"a": 1}}'])
+def test_a_broken_index_of_shards_is_named(index, tmp_path, small):
+    folder = copied(small, tmp_path / "a")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(gdn.Error, match="cannot read .*a/model.safetensors.index.json"):
+        gdn.open_model(str(folder))
+
+
+@pytest.mark.parametrize("values", [{"linear_num_key_heads": 3}, {"layer_types": [
+    "linear_attention", "linear_attention", "sliding_attention"], "sliding_window": 8}])
+def test_a_config_that_the_models_classes_cannot_run_is_a_sentence(values, tmp_path, small):
+    net = random_model(vocab_size=4096, **values)
+    net.save_pretrained(copied(small, tmp_path / "a"))
+    with pytest.raises(gdn.Error, match="cannot read a token with .*config.json"):
+        gdn.load_model(gdn.open_model(str(tmp_path / "a")))
+
+
 A_LOG = "model.layers.1.linear_attn.A_log"
 
 
@@ -1438,8 +1457,10 @@ def test_the_same_texts_under_another_path_go_on_and_others_do_not(
 def test_damage_nan_and_another_runs_change_are_refused(start, monkeypatch):
     path = start(loss, docs=1)
     before = path.read_bytes()
+    wrong = [(key, value) for key in ("items", "arguments", "depends") for value in (None, [None])]
     for damaged in (before[:300], b"[]", b'{"items": []}', b"\xff",
-                    before.replace(b'"kl": {', b'"kl": {"9": NaN, ')):
+                    before.replace(b'"kl": {', b'"kl": {"9": NaN, '),
+                    *(json.dumps({**json.loads(before), key: x}).encode() for key, x in wrong)):
         path.write_bytes(damaged)
         with pytest.raises(gdn.Error, match="is no result file"):
             start(loss, docs=2)
@@ -1465,11 +1486,17 @@ def test_damage_nan_and_another_runs_change_are_refused(start, monkeypatch):
 
 
 @pytest.mark.parametrize("stage, tokens", [(loss, 66), (spectrum, 129)], ids=["03", "01"])
-def test_the_shortest_document_that_a_stage_takes_has_something_to_measure(stage, tokens, start):
+def test_the_shortest_document_that_a_stage_takes_has_something_to_measure_and_to_report(
+        stage, tokens, start, monkeypatch):
     with pytest.raises(gdn.Error, match=f"--tokens {tokens - 1} holds"):
         start(stage, tokens=tokens - 1)
-    record = json.loads(start(stage, tokens=tokens, docs=1).read_text())
+    path, figures = start(stage, tokens=tokens, docs=1), []
+    record = json.loads(path.read_text())
+    monkeypatch.setattr(report.plt, "close", figures.append)
+    report.main(results=str(path.parent.parent))
     if stage is loss:
+        ticks = [figure.axes[0].get_xticklabels() for figure in figures]
+        assert ["first\nsegment", "0"] in [[tick.get_text() for tick in row] for row in ticks]
         assert record["after_counts"] == [64, 1, 0, 0, 0]
         assert record["items"][0]["after"]["0"][1] != record["items"][0]["after"]["full"][1]
     else:
@@ -1565,8 +1592,9 @@ def test_the_chosen_heads_have_the_horizon_of_the_mean_log_decay(tmp_path):
     assert gdn.chosen_heads(run, "over-2").tolist() == [[False, True], [False, True]]
     assert gdn.chosen_heads(run, "upto-2").tolist() == [[True, False], [True, False]]
     assert gdn.chosen_heads(run, "over-8").tolist() == [[False, False], [False, True]]
-    with pytest.raises(gdn.Error, match="upto-1 is no head .* 1 to inf"):
-        gdn.chosen_heads(run, "upto-1")
+    for none in ("upto-1", "over-" + "9" * 5000):
+        with pytest.raises(gdn.Error, match=f"{none} is no head .* 1 to inf"):
+            gdn.chosen_heads(run, none)
 
 
 def test_a_run_does_not_go_on_with_other_heads_when_02_has_other_horizons(start):
@@ -2566,7 +2594,8 @@ def loss_run(root, kl, model="a/m", file="03_loss.json", **arguments):
     change = {rank: [x * 2 for x in kl[rank]] for rank in kl}
     items = loss_items(kl, change)
     ranks = sorted(map(int, kl))[::-1]
-    write_result(root, model, file, items, {"ranks": ranks, **arguments}, after_bins=[0, 1, 256],
+    write_result(root, model, file, items, {"ranks": ranks, **arguments},
+                 after_bins=[0, 1, 256], after_counts=[256, 1, 255],
                  bytes={str(rank): 256 * rank for rank in ranks}, heads_cut=[1, 4])
     return report.read_model(root / Path(model).name)[0]
 
