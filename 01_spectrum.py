@@ -42,6 +42,7 @@ def main(*, model: str = "tiny/hybrid", documents: str = "stdlib", docs: gdn.cou
         gdn.add_item(run, path, record, {"name": name, "sha256": sha, **found})
         if other is None:
             other = last
+    run.bar.close()
     print_table(record)
     print(path)
 

@@ -25,6 +25,7 @@ def main(*, model: str = "tiny/hybrid", documents: str = "stdlib", docs: gdn.cou
     gdn.start(run, path, len(left), len(left) * tokens)
     for name, sha, ids in left:
         gdn.add_item(run, path, record, {"name": name, "sha256": sha, **measure(run, ids, segment)})
+    run.bar.close()
     print_table(record)
     print(path)
 

@@ -43,6 +43,7 @@ def main(*, model: str = "tiny/hybrid", documents: str = "stdlib", docs: gdn.cou
         for group in groups:
             summarise(item, group, measure(run, ids, segment, group, cut), bins)
         gdn.add_item(run, path, record, item)
+    run.bar.close()
     print_table(record)
     print(path)
 

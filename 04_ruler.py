@@ -412,6 +412,7 @@ def main(*, model: str = "tiny/hybrid", tasks: gdn.names = DEFAULT_TASKS,
             gdn.add_item(run, path, record, measure(run, task, sample, groups, segment, cut))
             done += length * len(groups)
             run.bar.update(done - run.bar.n)                    # an answer may have ended early
+    run.bar.close()
     print_table([record for _, record, *_ in files])
     print(path.parent)
 

@@ -286,14 +286,15 @@ def change_axis(ax, label, least):
     """A y axis that shows at least this much: nothing looks like much that is not."""
     ax.axhline(0, color="grey", linewidth=1)
     ax.update_datalim([(0, -0.1 * least), (0, least)])
+    ax.autoscale_view()
     ax.set_ylabel(label)
 
 
 def loss_panel(ax, runs):
     """Change in next-token loss, mean ± standard error over documents."""
     rank_curves(ax, runs, [described(record) for record in runs], changes, "loss")
-    change_axis(ax, "change in loss, nats (linear up to 0.01)", 0.01)
     ax.set_yscale("symlog", linthresh=0.01)
+    change_axis(ax, "change in loss, nats (linear up to 0.01)", 0.01)
     powers = [x * 10.0 ** n for n in (-2, -1, 0) for x in (1, 3)]
     ticks = [-x for x in powers] + [-0.005, 0, 0.005] + powers
     ax.yaxis.set_major_locator(matplotlib.ticker.FixedLocator(ticks))

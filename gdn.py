@@ -968,7 +968,7 @@ FLAGS = {
     "ranks": "modes to keep, with commas; 0 keeps none",
     "keep": "which modes: the largest (top), those read most (read), or as controls bottom, random",
     "heads": "all, or those with a decay horizon over-N or upto-N tokens; 02 must have run",
-    "store": "how the states that cross a boundary are stored",
+    "store": f"how the states that cross a boundary are stored: {', '.join(BITS)}",
     "rows": "at most so many ranks side by side, if memory is short; all of them by default",
     "device": "auto, cpu, cuda, cuda:1, ...: transformers' device_map",
     "dtype": "the model's: auto (the checkpoint's own), float32, bfloat16 or float16",

@@ -1771,7 +1771,8 @@ def test_the_sample_is_the_largest_a_plain_search_finds_in_a_few_guesses(
 
 
 def test_all_tasks_run_and_the_bar_ends_at_what_there_is_to_read(start, monkeypatch):
-    bar = SimpleNamespace(n=0, set_description=str)
+    ends = []
+    bar = SimpleNamespace(n=0, set_description=str, close=lambda: ends.append(bar.n))
     bar.update = lambda tokens: setattr(bar, "n", bar.n + tokens)
     monkeypatch.setattr(gdn, "tqdm", lambda **options: bar.__dict__.update(options) or bar)
     monkeypatch.setattr(ruler, "generate", lambda run, *_: [[]] * 4)
@@ -1781,6 +1782,7 @@ def test_all_tasks_run_and_the_bar_ends_at_what_there_is_to_read(start, monkeypa
         bar.n = 0
         start(stage)
         assert bar.n == bar.total == 3 * 150
+    assert ends == [11 * 2 * 700, 450, 450, 450]                            # before their tables
 
 
 def test_needles_and_assignments_keep_their_order_even_in_a_haystack_of_four_sentences():
@@ -2707,6 +2709,8 @@ def test_one_rank_a_kl_of_0_and_any_name_can_be_read_off_the_axes(tmp_path, monk
         assert ax.get_ylabel() == "KL, nats (linear up to 1e-07)"
     assert size[7].get_xticks().tolist() == [0, 1024]
     assert [label.get_text() for label in size[7].get_xticklabels()] == ["0", "1,024"]
+    report.draw(tmp_path, {"m0": models["m$_0^$"]}, report.loss_panel, report.by_rank)
+    assert figures[-1].axes[0].get_ylim()[1] > 0.01                         # little looks little
     nothing = {"m": loss_run(tmp_path, {"0": [0.1]}, "a/m10")}
     assert "bytes.png" in report.draw(tmp_path, nothing, report.bytes_panel, report.codings)
 
