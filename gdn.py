@@ -168,14 +168,15 @@ def truncate(state, rank, place=None, metric=None, store="float32"):
     if rank.is_floating_point() or rank.dtype == torch.bool or (rank < 0).any():
         raise Error(f"a rank is a whole number from 0 up, not {rank.tolist()}")
     place = torch.arange(M) if place is None else place
-    A = torch.eye(state.shape[-1]) if metric is None else metric
     S = state.to(torch.promote_types(state.dtype, torch.float32))
-    S = S @ A.to(S)                                                 # S A              [..., V, K]
+    if metric is not None:
+        S = S @ metric.to(S)                                        # S A              [..., V, K]
     right = modes(S)[1].to(S.dtype)                                 # W                [..., K, M]
     left = stored(S @ right, store)                                 # S A W            [..., V, M]
-    right = stored(torch.linalg.inv(A).mT.to(S) @ right, store)     # A^-T W           [..., K, M]
+    if metric is not None:
+        right = torch.linalg.inv(metric).mT.to(S) @ right           # A^-T W           [..., K, M]
     kept = place.to(state.device) < rank[..., None]                 #                  [..., M]
-    cut = (left * kept[..., None, :]) @ right.mT                    # S_r              [..., V, K]
+    cut = (left * kept[..., None, :]) @ stored(right, store).mT     # S_r              [..., V, K]
     whole = rank[..., None, None] >= M
     return torch.where(whole, stored(state, store), cut.to(state.dtype))
 
