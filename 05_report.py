@@ -201,9 +201,9 @@ def rank_of_long_heads(records):
     fewer = heads < values(record, "effective_rank_null").mean((0, 1))
     long, words = horizons(decay) > 4096, "no such head"
     if long.any():
-        words = (f"{heads[long].min():.0f} to {heads[long].max():.0f}; below what random keys give "
-                 f"in {fewer[long].sum()} of {long.sum()}")
-    return f"{words}; of all heads, {fewer.sum()} of {fewer.size} are below"
+        words = (f"{heads[long].min():.0f} to {heads[long].max():.0f}, in {fewer[long].sum()} of "
+                 f"{long.sum()} less than random keys give")
+    return f"{words}; of all heads {fewer.sum()} of {fewer.size} have less than random keys give"
 
 
 def loss_at(records, rank):

@@ -2369,8 +2369,8 @@ Missing, unfinished or mixed:
 | claim | the post says | model |
 | heads with a decay horizon over 4,096 tokens | 48 of 288 | 2 of 4 |
 | heads that largely forget within 256 tokens: horizon at most 256 | 61% | 25% |
-| effective rank of the heads with a horizon over 4,096 | 30 to 47 | 2 to 4; below what random \
-keys give in 1 of 2; of all heads, 3 of 4 are below |
+| effective rank of the heads with a horizon over 4,096 | 30 to 47 | 2 to 4, in 1 of 2 less than \
+random keys give; of all heads 3 of 4 have less than random keys give |
 | change in loss, 48 modes kept | -0.0001 ± 0.0010 nats | -0.030 ± 0.026 nats (all heads, top \
 modes; 3 documents of 16,384 tokens) |
 | change in loss, 12 modes kept | +0.005 nats | +0.30 ± 0.15 nats (all heads, top modes; 3 \
