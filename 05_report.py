@@ -1,7 +1,7 @@
 """The report: what stages 01 to 04 found, for every model in the results, and what the post says.
 
     python 05_report.py                             # writes results/report.md and its figures
-    python 05_report.py --model Qwen/Qwen3.5-0.8B   # of that model alone
+    python 05_report.py --model Qwen/Qwen3.5-0.8B   # of that model alone, into its folder there
 
 What has not run, is unfinished or cannot be read is named.
 """
@@ -462,7 +462,7 @@ def whole_decades(axes):
             ax.set(ylim=(-low / 4, high), ylabel=f"KL, nats (linear up to {low:.0e})")
 
 
-def draw(root, models, panel, *select):
+def draw(to, models, panel, *select):
     """Write a figure, at most three panels a row, and return the page's lines for it."""
     groups, name, caption = panels(models, panel, *select), panel.__name__[:-6], panel.__doc__
     if not groups:
@@ -485,7 +485,7 @@ def draw(root, models, panel, *select):
         whole_decades(axes)
     for ax in axes:
         ax.set_ylabel(ax.get_ylabel() if ax.get_subplotspec().is_first_col() else "")
-    gdn.write_whole(root / f"{name}.png", lambda path: figure.savefig(path, format="png"))
+    gdn.write_whole(to / f"{name}.png", lambda path: figure.savefig(path, format="png"))
     plt.close(figure)
     return f"![{caption}]({name}.png)\n\n*{caption}*\n"
 
@@ -674,7 +674,7 @@ def main(*, model: str = None, results: str = "results"):
     """Write report.md and its figures from the result files.
 
     Args:
-        model: the model to report, also by its folder's name; by default all in the results.
+        model: the model to report, into its own folder of the results; by default all together.
         results: the folder that stages 01 to 04 wrote to.
     """
     root = Path(results)
@@ -688,9 +688,9 @@ def main(*, model: str = None, results: str = "results"):
         raise gdn.Error(f"--results {results} holds no result file of "
                         f"{', '.join(names) or 'a model'} to report: run 01 to 04 first"
                         f"{'; '.join(['', *problems])}")
-    figures = {}
+    figures, to = {}, root / names[0] if model else root
     for panel, *select in FIGURES:
-        figures[panel.__name__[:-6]] = draw(root, models, panel, *select)
+        figures[panel.__name__[:-6]] = draw(to, models, panel, *select)
     page = ["# How much of the Gated DeltaNet state do these models depend on?\n"]
     for name, records in models.items():
         page.append(f"- **{escaped(name)}**: {escaped(finding(records))}.")
@@ -717,8 +717,8 @@ def main(*, model: str = None, results: str = "results"):
         page.append(f"- {escaped(name)} ({escaped(records[0]['model'])})")
         page += [escaped(run_line(record)) for record in records]
     text = "\n".join(page) + "\n"
-    gdn.write_whole(root / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
-    print(root / "report.md")
+    gdn.write_whole(to / "report.md", lambda path: path.write_text(text, encoding="utf-8"))
+    print(to / "report.md")
 
 
 if __name__ == "__main__":

@@ -1487,15 +1487,14 @@ def test_damage_nan_and_another_runs_change_are_refused(start, monkeypatch):
 
 @pytest.mark.parametrize("stage, tokens", [(loss, 66), (spectrum, 129)], ids=["03", "01"])
 def test_the_shortest_document_that_a_stage_takes_has_something_to_measure_and_to_report(
-        stage, tokens, start, monkeypatch):
+        stage, tokens, start, drawn):
     with pytest.raises(gdn.Error, match=f"--tokens {tokens - 1} holds"):
         start(stage, tokens=tokens - 1)
-    path, figures = start(stage, tokens=tokens, docs=1), []
+    path = start(stage, tokens=tokens, docs=1)
     record = json.loads(path.read_text())
-    monkeypatch.setattr(report.plt, "close", figures.append)
     report.main(results=str(path.parent.parent))
     if stage is loss:
-        ticks = [figure.axes[0].get_xticklabels() for figure in figures]
+        ticks = [figure.axes[0].get_xticklabels() for figure in drawn]
         assert ["first\nsegment", "0"] in [[tick.get_text() for tick in row] for row in ticks]
         assert record["after_counts"] == [64, 1, 0, 0, 0]
         assert record["items"][0]["after"]["0"][1] != record["items"][0]["after"]["full"][1]
@@ -2607,9 +2606,17 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(report, "draw", lambda *_: "")
 
 
-def reported(root, **flags):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are drawn from here on."""
+    figures, close = [], report.plt.close
+    monkeypatch.setattr(report.plt, "close", lambda figure: close(figures.append(figure) or figure))
+    return figures
+
+
+def reported(root, folder="", **flags):
     report.main(results=str(root), **flags)
-    return (root / "report.md").read_text()
+    return (root / folder / "report.md").read_text()
 
 
 @pytest.mark.parametrize("changes, says", [
@@ -2682,26 +2689,25 @@ def test_names_are_shown_as_they_are_and_a_model_is_chosen_by_name_id_or_path(
     assert r"| claim | the post says | a\|b\*\_\<i\>\&\`\$\[x\] | plain |" in text
     (tmp_path / "plain").mkdir()
     for chosen in ("plain", "some/plain", str(tmp_path / "plain")):
-        assert "`" not in reported(tmp_path / "r", model=chosen), chosen
-    assert "**plain**" not in reported(tmp_path / "r", model=name)
+        assert "`" not in reported(tmp_path / "r", "plain", model=chosen), chosen
+    assert "**plain**" not in reported(tmp_path / "r", name, model=name)
+    assert (tmp_path / "r" / "report.md").read_text() == text               # that of all is kept
     with pytest.raises(gdn.Error, match="no result file of other to report"):
         report.main(model="some/other", results=str(tmp_path / "r"))
 
 
-def test_one_rank_a_kl_of_0_and_any_name_can_be_read_off_the_axes(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(report.plt, "close", figures.append)
+def test_one_rank_a_kl_of_0_and_any_name_can_be_read_off_the_axes(tmp_path, drawn):
     models = {f"m$_{i}^$": loss_run(tmp_path, {"12": [0.0]}, f"a/m{i}") for i in range(7)}
     models["m7"] = loss_run(tmp_path, {"12": [3e-7, 5e-7], "0": [0.002, 0.004]}, "a/m9",
                             documents="co$t_$x")
     for panel in (report.loss_panel, report.kl_panel, report.bytes_panel):
         report.draw(tmp_path, models, panel, report.by_rank)
-    for figure in figures:
+    for figure in drawn:
         boxes = [ax.get_subplotspec().get_geometry() for ax in figure.axes]
         assert [box[:3] for box in boxes] == [(3, 3, i) for i in range(8)]
         assert [bool(ax.get_ylabel()) for ax in figure.axes] == ([True, False, False] * 3)[:8]
         assert len({ax.get_ylim() for ax in figure.axes}) == 1
-    loss, kl, size = (figure.axes for figure in figures)
+    loss, kl, size = (figure.axes for figure in drawn)
     assert read_back(loss[0]) == {"all heads, top modes; 1 document of 16,384 tokens": [(0, 0, 0)]}
     assert loss[0].get_xlim() == (-0.5, 0.5) and loss[0].get_title() == "m$_0^$"
     for ax in (kl[0], size[0]):
@@ -2710,7 +2716,7 @@ def test_one_rank_a_kl_of_0_and_any_name_can_be_read_off_the_axes(tmp_path, monk
     assert size[7].get_xticks().tolist() == [0, 1024]
     assert [label.get_text() for label in size[7].get_xticklabels()] == ["0", "1,024"]
     report.draw(tmp_path, {"m0": models["m$_0^$"]}, report.loss_panel, report.by_rank)
-    assert figures[-1].axes[0].get_ylim()[1] > 0.01                         # little looks little
+    assert drawn[-1].axes[0].get_ylim()[1] > 0.01                         # little looks little
     nothing = {"m": loss_run(tmp_path, {"0": [0.1]}, "a/m10")}
     assert "bytes.png" in report.draw(tmp_path, nothing, report.bytes_panel, report.codings)
 
