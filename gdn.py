@@ -619,8 +619,8 @@ def load_model(run, **placement):
 
     A checkpoint saved with its vision tower loads as its text model. placement: as transformers'.
     """
-    half_on_gpu = run.environment["device"].startswith("cuda") and run.dtype != torch.float32
-    if not half_on_gpu:                                             # all that fla's kernels take
+    half = run.dtype in (torch.bfloat16, torch.float16)
+    if not (half and run.environment["device"].startswith("cuda")):     # all that fla's take
         for package in ("fla", "causal_conv1d"):
             sys.modules.setdefault(package, None)
     with reading(f"the weights in {run.folder}: its config.json asks for what is not to be had, or "
