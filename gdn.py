@@ -620,8 +620,8 @@ def load_model(run, **placement):
     A checkpoint saved with its vision tower loads as its text model. placement: as transformers'.
     """
     half = run.dtype in (torch.bfloat16, torch.float16)
-    if not (half and run.environment["device"].startswith("cuda")):     # all that fla's take
-        for package in ("fla", "causal_conv1d"):
+    if not (half and run.environment["device"].startswith("cuda")):
+        for package in ("fla", "causal_conv1d"):                    # fail on CPUs, fla in float32
             sys.modules.setdefault(package, None)
     with reading(f"the weights in {run.folder}: its config.json asks for what is not to be had, or "
                  "tensors have other names or shapes than it says, or stand there twice"):
