@@ -1038,8 +1038,9 @@ def test_weights_missing_misshapen_or_unread_are_named_but_for_a_vision_tower_an
         gdn.load_model(run)
 
 
-@pytest.mark.parametrize("device, dtype, fast", [("cuda (A)", "bfloat16", True), ("cpu", "bfloat16",
-                                                 False), ("cuda (A)", "float32", False)])
+@pytest.mark.parametrize("device, dtype, fast", [
+    ("cuda (A)", "bfloat16", True), ("cuda (A)", "float16", True), ("cuda (A)", "float32", False),
+    ("cpu", "bfloat16", False)])
 def test_fast_kernels_are_used_on_a_gpu_in_half_precision_alone(device, dtype, fast, small,
                                                                 monkeypatch, capsys):
     run = gdn.open_model(str(small), dtype=dtype)
