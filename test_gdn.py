@@ -2718,7 +2718,8 @@ def test_one_rank_a_kl_of_0_and_any_name_can_be_read_off_the_axes(tmp_path, draw
     assert [label.get_text() for label in size[7].get_xticklabels()] == ["0", "1,024"]
     little = {"m": loss_run(tmp_path, {"12": [1e-5, 2e-5]}, "a/m11")}
     report.draw(tmp_path, little, report.loss_panel, report.by_rank)
-    assert drawn[-1].axes[0].get_ylim()[1] > 0.01                           # and looks it
+    report.draw(tmp_path, little, report.after_panel, report.first, "03_loss")
+    assert all(figure.axes[0].get_ylim()[1] > 0.01 for figure in drawn[-2:])        # and looks it
     nothing = {"m": loss_run(tmp_path, {"0": [0.1]}, "a/m10")}
     assert "bytes.png" in report.draw(tmp_path, nothing, report.bytes_panel, report.codings)
 
