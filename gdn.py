@@ -475,8 +475,8 @@ def at_boundary(run):
     run.cutting += time.perf_counter() - start
 
 
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+def one_line(error):
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def from_hub(get, *names, **options):
@@ -524,7 +524,7 @@ def reading(what):
     except Exception as error:
         if isinstance(error, MemoryError) or "memory" in str(error):
             raise
-        says = f"{type(error).__name__}: {first_line(error)}"
+        says = f"{type(error).__name__}: {one_line(error)}"
         says = says.split(":")[0] if "above report" in says else says       # it is not shown here
         raise Error(f"transformers {transformers.__version__} cannot read {what} ({says})"
                     ) from None
@@ -581,19 +581,22 @@ def open_model(model, device="auto", dtype="auto", results="results"):
 def identity(folder):
     """What the numbers depend on: eight digits each of the weights, configuration and tokenizer.
 
-    Of some hundred values of every stored tensor: so it hangs neither on --dtype nor on what fits
-    into memory nor on how many files the weights are in.
+    Of 512 values of every stored tensor, at places drawn once for all: so it hangs neither on
+    --dtype nor on what fits into memory nor on how many files the weights are in.
     """
     weights = []
     for file in weight_files(folder):
         with reading(f"{file}: is it whole?"), safetensors.safe_open(file, "pt") as tensors:
             for name in tensors.keys():
-                values = tensors.get_tensor(name).flatten()
-                some = values[::max(values.numel() // 512, 1)].contiguous().view(torch.uint8)
-                weights.append(name.encode() + hashlib.sha256(some.numpy().tobytes()).digest())
+                values = tensors.get_tensor(name).reshape(-1, 1).view(torch.uint8)  # [n, bytes]
+                if len(values) > 512:
+                    draws = torch.Generator().manual_seed(0)
+                    values = values[torch.randint(len(values), (512,), generator=draws)]
+                weights.append(name.encode() + hashlib.sha256(values.numpy().tobytes()).digest())
     contents = {"weights": sorted(weights)}
     files = {"config": ["config.json", "generation_config.json"],
-             "tokenizer": ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]}
+             "tokenizer": ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                           "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"]}
     for part, names in files.items():
         contents[part] = [(folder / name).read_bytes() for name in names
                           if (folder / name).exists()]
@@ -610,7 +613,7 @@ def device_name(device):
         found = torch.zeros(1, device=device, dtype=torch.float64)  # Apple's mps has no float64
         found.item()                                                # "meta" has no values
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise Error(f"--device {device!r} is not to be had here: {first_line(error)}") from None
+        raise Error(f"--device {device!r} is not to be had here: {one_line(error)}") from None
     return f"cuda ({gpus[found.device.index]})" if found.is_cuda else found.device.type
 
 
@@ -734,7 +737,7 @@ def jsonl_texts(path, name):
                     yield f"{name}:{number}", row["text"].encode(errors="replace").decode()
     except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Error(f'{path}, at line {number}: not JSON lines with a "text" that is text, gzipped '
-                    f"if so named ({first_line(error)})") from None
+                    f"if so named ({one_line(error)})") from None
 
 
 def stdlib_files(held_out):
@@ -778,7 +781,7 @@ def read_results(path):
         record["script"], record["environment"]["weights"]
         {**record["arguments"], **record["depends"]}, [{**item} for item in record["items"]]
         return record
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Error(f"{path} is no result file of these scripts ({type(error).__name__}): delete "
                     "it to start over, or give another --results") from None
 
@@ -1005,12 +1008,12 @@ def command(main):
         sys.exit("stopped; what was finished is kept, and the same command goes on from there")
     except (OSError, huggingface_hub.errors.HFValidationError) as error:    # of files, of the hub
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)                # a pipe may have ended
-        sys.exit(f"error: {first_line(error)}")
+        sys.exit(f"error: {one_line(error)}")
     except (RuntimeError, MemoryError) as error:
         if "memory" not in f"{type(error).__name__} {error}".lower():
             raise
         sys.exit("error: out of memory: try fewer --rows side by side, or shorter --tokens or "
-                 f"--lengths ({first_line(error)})")
+                 f"--lengths ({one_line(error)})")
 
 
 def converted(main, name, typed):
