@@ -966,8 +966,11 @@ def test_what_is_no_gdn_model_or_lacks_a_part_is_refused_with_its_reason(tmp_pat
     transformers.LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "llama")
     alone = copied(small, tmp_path / "a")
     edit(alone / "config.json", layer_types=["linear_attention"] * 3)
+    wrong = copied(small, tmp_path / "c")
+    edit(wrong / "config.json", vocab_size="many")
     for model, words in ((tmp_path / "llama", "no Gated DeltaNet layers"),
                          (small / "x/y", "hub id"), (alone, "GDN layers alone"),
+                         (wrong, "Validation error for field 'vocab_size': .*int"),
                          (tmp_path, "cannot read the config.json")):
         with pytest.raises(gdn.Error, match=words):
             gdn.open_model(str(model))
@@ -1083,6 +1086,10 @@ def test_the_identity_tells_trained_weights_but_hangs_on_neither_dtype_nor_files
     files = {"weight_map": {name: f"{i % 2}.safetensors" for i, name in enumerate(tensors)}}
     (dealt / "model.safetensors.index.json").write_text(json.dumps(files))
     assert gdn.identity(dealt) == before
+    for columns in range(4):                                                # wherever they are
+        other = copied(small, tmp_path / f"{columns}")
+        retensor(other, lambda x: x["lm_head.weight"][:, columns::4].zero_())
+        assert gdn.identity(other)["weights"] != before["weights"]
     net.lm_head.weight.data[1000:] *= 1.001
     net.save_pretrained(tmp_path / "trained")
     assert gdn.identity(tmp_path / "trained")["weights"] != before["weights"]
@@ -1421,7 +1428,10 @@ CHANGES = {
     "config": lambda model: edit(model / "config.json", rms_norm_eps=0.5),
     "config ": lambda model: edit(model / "generation_config.json", eos_token_id=7),
     "tokenizer": lambda model: edit(model / "tokenizer.json", normalizer={"type": "Lowercase"}),
-    "tokenizer ": lambda model: edit(model / "tokenizer_config.json", eos_token="a")}
+    "tokenizer ": lambda model: edit(model / "tokenizer_config.json", eos_token="a"),
+    "tokenizer  ": lambda model: (model / "special_tokens_map.json").write_text("{}"),
+    "tokenizer   ": lambda model: (model / "added_tokens.json").write_text("{}"),
+    "tokenizer    ": lambda model: (model / "tokenizer.model").write_text("x")}
 
 
 @pytest.mark.parametrize("part", CHANGES)
@@ -2646,6 +2656,7 @@ def test_what_is_unfinished_mixed_unreadable_or_has_not_run_is_said(tmp_path, un
     path = tmp_path / "m" / "03_loss.keep=read.json"
     path.write_text(path.read_text().replace('"weights": "0"', '"weights": "1"'))
     (tmp_path / "m" / "01_spectrum.json").write_text('{"script": "01_spectrum"')
+    (tmp_path / "m" / "folder.json").mkdir()
     text = reported(tmp_path).replace("\\", "")
     for line in ("m/03_loss.json: 2 of 8 documents of 16,384 tokens, unfinished",
                  "m/04_ruler/vt_700.json: 0 of 5 samples, unfinished", "02_decay has not run on m",
@@ -2653,6 +2664,7 @@ def test_what_is_unfinished_mixed_unreadable_or_has_not_run_is_said(tmp_path, un
                  "m has results of different documents: c4, own"):
         assert f"- {line}\n" in text, line
     assert "01_spectrum.json is no result file" in text
+    assert "folder.json is no result file" in text
     assert "vt_600.json:" not in text.partition("##")[0]
     assert text.count("| not run |") == 7
     assert "(all heads, top modes; 2 of 8 documents of 16,384 tokens, unfinished) the loss" in text
