@@ -782,7 +782,7 @@ def read_results(path):
         {**record["arguments"], **record["depends"]}, [{**item} for item in record["items"]]
         return record
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Error(f"{path} is no result file of these scripts ({type(error).__name__}): delete "
+        raise Error(f"{path} cannot be read as a result file ({type(error).__name__}): delete "
                     "it to start over, or give another --results") from None
 
 

@@ -1473,7 +1473,7 @@ def test_damage_nan_and_another_runs_change_are_refused(start, monkeypatch):
                     before.replace(b'"kl": {', b'"kl": {"9": NaN, '),
                     *(json.dumps({**json.loads(before), key: x}).encode() for key, x in wrong)):
         path.write_bytes(damaged)
-        with pytest.raises(gdn.Error, match="is no result file"):
+        with pytest.raises(gdn.Error, match="cannot be read as a result file"):
             start(loss, docs=2)
     path.write_bytes(before)
     measure = loss.measure
@@ -2663,8 +2663,8 @@ def test_what_is_unfinished_mixed_unreadable_or_has_not_run_is_said(tmp_path, un
                  "01_spectrum has not run on m", "m has results of different weights: 0, 1",
                  "m has results of different documents: c4, own"):
         assert f"- {line}\n" in text, line
-    assert "01_spectrum.json is no result file" in text
-    assert "folder.json is no result file" in text
+    assert "01_spectrum.json cannot be read as a result file" in text
+    assert "folder.json cannot be read as a result file" in text
     assert "vt_600.json:" not in text.partition("##")[0]
     assert text.count("| not run |") == 7
     assert "(all heads, top modes; 2 of 8 documents of 16,384 tokens, unfinished) the loss" in text
