@@ -1893,11 +1893,14 @@ def test_boundaries_in_prompt_and_answer_truncate_as_a_plain_loop_does(net, keep
     assert got[0] != got[1] != got[2]
 
 
-def test_04_does_not_go_on_with_another_seed_or_other_ranks(start):
+def test_04_does_not_go_on_with_another_seed_or_other_ranks_or_words(start, monkeypatch):
     start(ruler, samples=1)
     for words, flags in (("seed 0, not 1", {"seed": 1}), ("ranks", {"ranks": (8, 2)})):
         with pytest.raises(gdn.Error, match=words):
             start(ruler, samples=6, **flags)
+    monkeypatch.setattr(ruler, "WORDS", ruler.WORDS[1:])
+    with pytest.raises(gdn.Error, match="made with data"):
+        start(ruler, samples=6)
 
 
 @pytest.mark.parametrize("keep", ["top", "random"])
