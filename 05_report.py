@@ -688,7 +688,8 @@ def main(*, model: str = None, results: str = "results"):
         raise gdn.Error(f"--results {results} holds no result file of "
                         f"{', '.join(names) or 'a model'} to report: run 01 to 04 first"
                         f"{'; '.join(['', *problems])}")
-    figures, to = {}, root / names[0] if model else root
+    figures = {}
+    to = root / names[0] if model else root
     for panel, *select in FIGURES:
         figures[panel.__name__[:-6]] = draw(to, models, panel, *select)
     page = ["# How much of the Gated DeltaNet state do these models depend on?\n"]

@@ -779,7 +779,9 @@ def read_results(path):
     try:
         record = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)      # no NaN
         record["script"], record["environment"]["weights"]
-        {**record["arguments"], **record["depends"]}, [{**item} for item in record["items"]]
+        parts = [record["arguments"], record["depends"], *record["items"]]
+        if not all(isinstance(part, dict) for part in parts):
+            raise TypeError
         return record
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Error(f"{path} cannot be read as a result file ({type(error).__name__}): delete "

@@ -1423,26 +1423,26 @@ def test_a_result_made_with_something_else_is_refused_with_its_name_and_left_as_
     assert path.read_bytes() == before
 
 
-CHANGES = {
-    "weights": lambda model: retensor(model, lambda x: x[A_LOG].mul_(1.01)),
-    "config": lambda model: edit(model / "config.json", rms_norm_eps=0.5),
-    "config ": lambda model: edit(model / "generation_config.json", eos_token_id=7),
-    "tokenizer": lambda model: edit(model / "tokenizer.json", normalizer={"type": "Lowercase"}),
-    "tokenizer ": lambda model: edit(model / "tokenizer_config.json", eos_token="a"),
-    "tokenizer  ": lambda model: (model / "special_tokens_map.json").write_text("{}"),
-    "tokenizer   ": lambda model: (model / "added_tokens.json").write_text("{}"),
-    "tokenizer    ": lambda model: (model / "tokenizer.model").write_text("x")}
+CHANGES = [
+    ("weights", lambda model: retensor(model, lambda x: x[A_LOG].mul_(1.01))),
+    ("config", lambda model: edit(model / "config.json", rms_norm_eps=0.5)),
+    ("config", lambda model: edit(model / "generation_config.json", eos_token_id=7)),
+    ("tokenizer", lambda model: edit(model / "tokenizer.json", normalizer={"type": "Lowercase"})),
+    ("tokenizer", lambda model: edit(model / "tokenizer_config.json", eos_token="a")),
+    ("tokenizer", lambda model: (model / "special_tokens_map.json").write_text("{}")),
+    ("tokenizer", lambda model: (model / "added_tokens.json").write_text("{}")),
+    ("tokenizer", lambda model: (model / "tokenizer.model").write_text("x"))]
 
 
-@pytest.mark.parametrize("part", CHANGES)
+@pytest.mark.parametrize("part, change", CHANGES)
 def test_another_model_at_the_same_place_is_refused_with_the_part_that_is_another(
-        part, start, small, tmp_path):
+        part, change, start, small, tmp_path):
     model = copied(small, tmp_path / "model")
     path = start(decay, model=str(model), docs=1)
     before = path.read_bytes()
-    CHANGES[part](model)
+    change(model)
     for stage in (decay, loss):                                             # nor beside its results
-        with pytest.raises(gdn.Error, match=f"with another {part.strip()} "):
+        with pytest.raises(gdn.Error, match=f"with another {part} "):
             start(stage, model=str(model), docs=2)
     assert path.read_bytes() == before and len([*path.parent.iterdir()]) == 1
     (path.parent / "04_ruler").mkdir()
